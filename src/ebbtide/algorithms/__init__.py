@@ -1,0 +1,1 @@
+"""Algorithms, one file each: rewards to advantages, log-probs to a loss."""

@@ -1,0 +1,1 @@
+"""Prompts, packing and sampling order."""

@@ -1,0 +1,34 @@
+"""The only module that reads or writes environment variables.
+
+`prepare()` must run before torch is imported: OpenMP reads its wait policy once.
+"""
+
+import os
+from pathlib import Path
+
+__all__ = ["is_ci", "is_hub_offline", "prepare", "runs_dir"]
+
+
+def prepare() -> None:
+    """Set process defaults that torch and tokenizers read at import; what the user has set stays.
+
+    Spinning OpenMP threads slow a shared CPU by up to twenty times, and a tokenizer's thread pool does not survive
+    a fork.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def is_hub_offline() -> bool:
+    """Whether the user has forbidden model hubs (`HF_HUB_OFFLINE`)."""
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
+
+
+def is_ci() -> bool:
+    """Whether this runs under continuous integration (`CI=true`)."""
+    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
+
+
+def runs_dir() -> Path:
+    """Where run folders go when the recipe names none (`EBBTIDE_RUNS`, else `runs` in the working directory)."""
+    return Path(os.environ.get("EBBTIDE_RUNS", "runs"))

@@ -1,0 +1,1 @@
+"""Arithmetic on log-probs: no model, no engine."""

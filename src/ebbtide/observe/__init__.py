@@ -1,0 +1,1 @@
+"""Metrics, their loggers, and what a person sees."""

@@ -1,0 +1,1 @@
+"""Loggers, one file each."""

@@ -1,0 +1,1 @@
+"""Generation backends, one file each, behind the contract in base.py."""
