@@ -12,7 +12,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Load", "NamedTensor", "PushReport", "WeightReceiver", "WeightSender", "WeightTransport"]
+__all__ = [
+    "DEFAULT_DEADLINE_S",
+    "Load",
+    "NamedTensor",
+    "PushReport",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightTransport",
+]
+
+DEFAULT_DEADLINE_S = 30.0
+"""How long either side waits for the next sign of the other."""
 
 NamedTensor = tuple[str, Tensor]
 """A weight under its Hugging Face name."""
