@@ -22,7 +22,7 @@ __all__ = ["KINDS", "load", "load_function", "names"]
 
 # Modules of a kind's package that serve its plugins but are none themselves.
 KINDS: dict[str, frozenset[str]] = {
-    "algorithms": frozenset(),
+    "algorithms": frozenset({"correction", "judgement", "penalty", "policy_gradient", "reduction", "surrogate"}),
     "data.sources": frozenset(),
     "engines": frozenset({"attention", "checkpoint", "lora", "mesh", "microbatch", "optim", "policy", "warmup"}),
     "observe.sinks": frozenset(),
@@ -70,9 +70,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     """
     where, _, attribute = reference.rpartition(":")
     if not where or not attribute.isidentifier():
-        raise ConfigError(
-            problem("function", reference, "must be 'path/to/file.py:name' or 'package.module:name'")
-        )
+        raise ConfigError(problem("function", reference, "must be 'path/to/file.py:name' or 'package.module:name'"))
     module = _import_file(Path(where)) if where.endswith(".py") else _import(where)
     function = getattr(module, attribute, None)
     if not callable(function):
