@@ -75,7 +75,7 @@ def token_stats(
     if not 0 <= top_k <= V:
         raise DataError(problem("top_k", top_k, f"must be between 0 and the vocabulary's {V}"))
     chunk = chunk_tokens or max(1, _CHUNK_BYTES // (4 * V))
-    logprobs, entropy, topk_ids, topk_logprobs = _TokenStats.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropy, topk_ids, topk_logprobs = _TokenStats.apply(
         hidden_ND, head.weight, head.bias, head, targets_N, temperature, want_entropy, top_k, candidate_ids_NK, chunk
     )
     if entropy is not None and not entropy_grad:
