@@ -84,8 +84,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("warmup/*", "", "Another figure of the supervised warm-up."),
     # Speed, time, memory.
     Metric("throughput/generated_tokens_per_s", "tokens/s", "Generated tokens over the seconds of generation."),
-    Metric("throughput/trained_tokens_per_s", "tokens/s", "Tokens of the batch, with prompts, over the update's seconds."),
-    Metric("throughput/tokens_per_s", "tokens/s", "Tokens of prompts and completions over the whole step's seconds."),
+    Metric("throughput/trained_tokens_per_s", "tokens/s", "Prompt and completion tokens over the update's seconds."),
+    Metric("throughput/tokens_per_s", "tokens/s", "Prompt and completion tokens over the whole step's seconds."),
     Metric("throughput/samples_per_s", "samples/s", "Completions over the whole step's seconds."),
     Metric("time/step_s", "s", "The whole step, what lies between its phases included."),
     Metric("time/*_clean_up_s", "s", "The clean-up at a phase's exit, which is part of the phase."),
