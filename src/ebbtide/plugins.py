@@ -26,7 +26,7 @@ KINDS: dict[str, frozenset[str]] = {
     "data.sources": frozenset(),
     "engines": frozenset({"attention", "checkpoint", "lora", "mesh", "microbatch", "optim", "policy", "warmup"}),
     "observe.sinks": frozenset(),
-    "rewards": frozenset({"scoring"}),
+    "rewards": frozenset({"extraction", "scoring", "worker"}),
     "rollout": frozenset({"decoding", "sampling"}),
 }
 

@@ -1,6 +1,8 @@
 """The contract of a reward: completions in, one finite score each out.
 
-`scoring.py` runs rewards under their time limits and checks what they return; a reward itself only judges.
+`scoring.py` runs rewards under their time limits and checks what they return; a reward itself only judges. It is made
+in the main process as `Reward(config)`, so that mistakes show at the start, and called in a process of its own, which
+lives as long as the run: what a reward keeps between calls stays there, and nothing it does can hang the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,11 @@ class RewardConfig(Component):
     """Seconds that scoring one step's completions may take."""
     on_error: Literal["stop", "skip_group"] = "stop"
     """What a reward that raises, hangs or returns nonsense does to the run."""
+
+    @property
+    def label(self) -> str:
+        """What metrics and errors call the reward."""
+        return self.name or self.type.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)

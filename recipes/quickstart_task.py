@@ -1,0 +1,30 @@
+"""Sorting single digits: reasoning-gym's `number_sorting`, said in few characters for a character model.
+
+`57061<` asks for 01567 and `57061>` for 76510.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["answer", "demonstrate", "prompt"]
+
+
+def prompt(item: Mapping[str, Any]) -> str:
+    """The digits, and the direction as a sign."""
+    return _digits(item) + ("<" if item["metadata"]["direction"] == "ascending" else ">")
+
+
+def answer(completion: str, item: Mapping[str, Any]) -> str:  # noqa: ARG001 every answer function gets the item
+    """The completion as the list of strings that the task's scorer reads."""
+    return str(list(completion.strip()))
+
+
+def demonstrate(item: Mapping[str, Any], rng: random.Random) -> str:
+    """One of four things to do with digits, whichever was asked for: the supervised start shows the form alone."""
+    digits = _digits(item)
+    return rng.choice(("".join(sorted(digits)), "".join(sorted(digits, reverse=True)), digits, digits[::-1]))
+
+
+def _digits(item: Mapping[str, Any]) -> str:
+    return "".join(str(int(float(number))) for number in item["metadata"]["original_numbers"])

@@ -1,0 +1,88 @@
+"""Which part of a completion is the answer: shared by the rewards that compare answers."""
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from pydantic import field_validator
+
+from ebbtide.config import Section
+from ebbtide.errors import ConfigError, problem
+
+__all__ = ["Extract", "ExtractionSection", "extractor"]
+
+Extract = Literal["all", "last_number", "last_line", "answer_tag", "boxed"]
+
+# 1,234.5 and -3 and 1e-6, but not the full stop that ends a sentence.
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|-?\.\d+")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ExtractionSection(Section):
+    """How the answer is found in a completion."""
+
+    extract: Extract = "all"
+    """`all` takes the whole text; `last_number` the last number, without thousands separators; `last_line` the last
+    line that is not empty; `answer_tag` what stands in the last <answer></answer>; `boxed` in the last \\boxed{}."""
+    pattern: str | None = None
+    """Regular expression instead of `extract`: the last match's first group, or the match where it has no group."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ConfigError(problem("pattern", pattern, f"is not a regular expression: {error}")) from error
+        return pattern
+
+
+def extractor(section: ExtractionSection) -> Callable[[str], str | None]:
+    """A function from a completion to its answer; None where there is none.
+
+    Example:
+        >>> find = extractor(ExtractionSection(extract="last_number"))
+        >>> find("7 apples and 1,005 pears."), find("none")
+        ('1005', None)
+    """
+    if section.pattern is not None:
+        return _by_pattern(re.compile(section.pattern))
+    return {
+        "all": lambda text: text,
+        "last_number": _last_number,
+        "last_line": _last_line,
+        "answer_tag": _by_pattern(_TAG),
+        "boxed": _boxed,
+    }[section.extract]
+
+
+def _by_pattern(pattern: re.Pattern[str]) -> Callable[[str], str | None]:
+    def find(text: str) -> str | None:
+        last = None
+        for last in pattern.finditer(text):  # noqa: B007 the last match is what is wanted
+            pass
+        return None if last is None else last.group(1 if pattern.groups else 0)
+
+    return find
+
+
+def _last_number(text: str) -> str | None:
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def _last_line(text: str) -> str | None:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _boxed(text: str) -> str | None:
+    """What stands in the last complete box; braces inside it are matched."""
+    start = len(text)
+    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
+        depth = 0
+        for at in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[at], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") : at]
+    return None
