@@ -14,10 +14,8 @@ Requests are pickled by the parent, for rows may hold any object. Replies are JS
 executed in the parent.
 """
 
-import asyncio
 import ctypes
 import gc
-import inspect
 import json
 import os
 import pickle
@@ -226,8 +224,6 @@ def _settle(parent: int) -> None:
 def _answered(reward: Reward, request: list[tuple[Any, ...]]) -> bytes:
     try:
         result: Any = reward([RewardInput(*fields) for fields in request])
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
         reply = _described(result)
     except BaseException as error:  # noqa: BLE001 the edge of this process; SystemExit is an answer like any other
         trace = "".join(traceback.format_exception(error))
@@ -235,10 +231,6 @@ def _answered(reward: Reward, request: list[tuple[Any, ...]]) -> bytes:
     sys.stdout.flush()
     sys.stderr.flush()
     return json.dumps(reply).encode()
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
 
 
 def _described(result: Any) -> dict[str, Any]:

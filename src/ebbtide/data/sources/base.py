@@ -4,7 +4,7 @@ Which prompts are held out depends on their content alone, never on their positi
 occurs twice is on one side both times, and a checkpoint trained with one seed may be evaluated under another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -62,15 +62,15 @@ class Demonstrates(Protocol):
         ...
 
 
-def check_prompt(where: str, prompt: object) -> None:
+def check_prompt(prompt: object, where: Callable[[], str]) -> None:
     """Refuse what is neither text nor chat messages.
 
     Raises:
-        DataError: the message starts with `where`.
+        DataError: the message starts with `where()`, which is called for it alone.
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError(problem(where, prompt, "a prompt must not be empty"))
+            raise DataError(problem(where(), prompt, "a prompt must not be empty"))
         return
     is_chat = (
         isinstance(prompt, list | tuple)
@@ -85,7 +85,7 @@ def check_prompt(where: str, prompt: object) -> None:
     if not is_chat:
         shown = prompt if len(repr(prompt)) <= 200 else f"{repr(prompt)[:200]}..."
         rule = "a prompt is text, or a list of chat messages that each have a role and a content, both text"
-        raise DataError(problem(where, shown, rule, "Name another column with prompt_column, or mend the data"))
+        raise DataError(problem(where(), shown, rule, "Name another column with prompt_column, or mend the data"))
 
 
 def content_key(prompt: Any) -> int:

@@ -123,7 +123,7 @@ class ReasoningGymSource:
     def _row(self, items: Any, index: int) -> tuple[dict[str, Any], int]:
         item = dict(items[index])
         prompt = self._prompt(item)
-        check_prompt(f"data.prompt of row {index}", prompt)
+        check_prompt(prompt, lambda: f"data.prompt of item {index}")
         return {**item, "prompt": prompt, "reasoning_gym": self._origin}, content_key(prompt)
 
 
