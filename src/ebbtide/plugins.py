@@ -1,14 +1,17 @@
 """Name -> module -> class: a folder is the registry of its kind, and adding a file adds a plugin.
 
-A plugin's module lies in `ebbtide/<kind>/<name>.py` and has exactly one public class with a nested `Config`. A name
-with a dot is a user's own module (`my_pkg.mine`); `path/to/file.py:attribute` and `my_pkg.mine:attribute` name
+A plugin's module lies in `ebbtide/<kind>/<name>.py` and has exactly one public class with a nested `Config`, whose
+`type` is the module's name by default (`type: str = "<name>"`); that line tells plugins from modules that serve them.
+A name with a dot is a user's own module (`my_pkg.mine`); `path/to/file.py:attribute` and `my_pkg.mine:attribute` name
 functions.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -20,22 +23,23 @@ from ebbtide.errors import ConfigError, did_you_mean, problem
 
 __all__ = ["KINDS", "load", "load_function", "names"]
 
-# Modules of a kind's package that serve its plugins but are none themselves.
-KINDS: dict[str, frozenset[str]] = {
-    "algorithms": frozenset({"correction", "judgement", "penalty", "policy_gradient", "reduction", "surrogate"}),
-    "data.sources": frozenset(),
-    "engines": frozenset({"attention", "checkpoint", "lora", "mesh", "microbatch", "optim", "policy", "warmup"}),
-    "observe.sinks": frozenset(),
-    "rewards": frozenset({"extraction", "scoring", "worker"}),
-    "rollout": frozenset({"decoding", "sampling"}),
+# Each kind's package, and what one of its plugins is called.
+KINDS: dict[str, str] = {
+    "algorithms": "algorithm",
+    "data.sources": "data source",
+    "engines": "engine",
+    "observe.sinks": "logger",
+    "rewards": "reward",
+    "rollout": "rollout backend",
 }
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of one kind that ship with ebbtide, sorted."""
+    """The plugins of one kind that ship with ebbtide, sorted. Imports none of them."""
     package = importlib.import_module(f"ebbtide.{kind}")
+    folders = [Path(folder) for folder in package.__path__]
     found = (module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
-    return sorted(name for name in found if name not in KINDS[kind] | {"base"} and not name.startswith("_"))
+    return sorted(name for name in found if any(_declares_type(folder / f"{name}.py", name) for folder in folders))
 
 
 @cache
@@ -48,8 +52,9 @@ def load(kind: str, name: str) -> type[Any]:
     is_own = "." not in name
     if is_own and name not in names(kind):
         known = names(kind)
-        rule = f"no such plugin in ebbtide.{kind}; known: {', '.join(known)}"
-        raise ConfigError(problem("type", name, rule, did_you_mean(name, known)))
+        rule = f"no such {KINDS[kind]}; known: {', '.join(known)}"
+        remedy = did_you_mean(name, known) or "A module of your own is named with its package: my_package.my_module"
+        raise ConfigError(problem("type", name, rule, remedy))
     module = _import(f"ebbtide.{kind}.{name}" if is_own else name)
     classes = [
         item
@@ -57,7 +62,7 @@ def load(kind: str, name: str) -> type[Any]:
         if inspect.isclass(item) and item.__module__ == module.__name__ and hasattr(item, "Config")
     ]
     if len(classes) != 1:
-        rule = f"a plugin module has exactly one public class with a nested Config, this one has {len(classes)}"
+        rule = f"a module of a plugin has exactly one public class with a nested Config, this one has {len(classes)}"
         raise ConfigError(problem("type", name, rule, "Name the others with a leading underscore"))
     return classes[0]
 
@@ -80,30 +85,48 @@ def load_function(reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _declares_type(path: Path, name: str) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:  # an extension module
+        return False
+    return re.search(rf"^ +type: .*= \"{re.escape(name)}\"$", text, re.MULTILINE) is not None
+
+
 def _import(module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and not module_name.startswith(error.name):
-            raise
-        raise ConfigError(
-            problem("type", module_name, "no such module", "Is its folder installed, or on PYTHONPATH?")
-        ) from error
+        is_itself = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        rule = "no such module" if is_itself else f"cannot be imported: {error}"
+        remedy = "Is its folder installed, or on PYTHONPATH?" if is_itself else f"Is {error.name} installed?"
+        raise ConfigError(problem("type", module_name, rule, remedy)) from error
+    except (ImportError, SyntaxError) as error:
+        raise ConfigError(problem("type", module_name, f"cannot be imported: {error}")) from error
+    except (TypeError, ValueError) as error:
+        if module_name.startswith(".") or ".." in module_name or module_name.endswith("."):
+            raise ConfigError(problem("type", module_name, "is not the name of a module")) from error
+        raise
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(problem("function", str(path), "no such file", "Paths are relative to the working directory"))
     resolved = path.resolve()
-    name = f"_ebbtide_user_{abs(hash(resolved)):x}"
+    digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:16]  # the same in every process
+    name = f"_ebbtide_user_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)
-    assert spec is not None and spec.loader is not None, resolved
+    assert spec is not None, resolved
+    assert spec.loader is not None, resolved
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        del sys.modules[name]
+        raise ConfigError(problem("function", str(path), f"cannot be imported: {error}")) from error
     except BaseException:
         del sys.modules[name]
         raise

@@ -43,8 +43,8 @@ def test_loss_by_hand(aggregation: str, expected: float) -> None:
     loss, metrics = algorithm(aggregation=aggregation).loss(inputs_of(batch, logprobs))
     assert loss.item() == pytest.approx(expected)
     assert metrics["policy/ratio_mean"].value == pytest.approx(2.5 / 3)
-    assert metrics["policy/clipped_high_share"].value == pytest.approx(1 / 3)
-    assert metrics["policy/clipped_low_share"].value == pytest.approx(1 / 3)
+    assert metrics["policy/clipped_high_ratio"].value == pytest.approx(1 / 3)
+    assert metrics["policy/clipped_low_ratio"].value == pytest.approx(1 / 3)
 
 
 def test_gradient_by_hand() -> None:
@@ -63,7 +63,7 @@ def test_dual_clip_bounds_a_negative_advantage() -> None:
     assert algorithm().loss(inputs_of(batch, logprobs))[0].item() == pytest.approx(10)
     loss, metrics = algorithm(clip_dual=3.0).loss(inputs_of(batch, logprobs))
     assert loss.item() == pytest.approx(3)
-    assert metrics["policy/clipped_dual_share"].value == 1
+    assert metrics["policy/clipped_dual_ratio"].value == 1
     assert not torch.autograd.grad(loss, logprobs)[0].any()
 
 

@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 
 from ebbtide.config import Component
-from ebbtide.errors import DataError, problem
+from ebbtide.errors import CheckpointError, DataError, problem
 from ebbtide.types import BatchCounts, Group, Ratio, TrainBatch
 
-__all__ = ["Algorithm", "AlgorithmConfig", "CriticAlgorithm", "LossInputs", "Needs", "check_batch", "check_groups"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmConfig",
+    "CriticAlgorithm",
+    "LossInputs",
+    "Needs",
+    "check_batch",
+    "check_groups",
+    "refuse_state",
+]
 
 
 class Needs(Flag):
@@ -75,10 +84,13 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """For each group, for each completion: [C] float32 or a scalar for all of its tokens."""
+        """For each group, for each completion: [C] float32 or a scalar for all of its tokens.
+
+        Zeros where only `prepare` can tell, from log-probs or values.
+        """
         ...
 
-    def prepare(self, batch: TrainBatch) -> tuple[TrainBatch, Mapping[str, Ratio]]:
+    def prepare(self, batch: TrainBatch, counts: BatchCounts) -> tuple[TrainBatch, Mapping[str, Ratio]]:
         """Complete the global batch, once a step, after log-probs and values were added and before it is cut.
 
         Whatever needs the whole batch or those tensors happens here: KL in the reward, GAE, whitening, the weights
@@ -152,3 +164,14 @@ def check_batch(batch: TrainBatch) -> None:
             where = f"batch.{name}[{t}] (sequence {int(batch.sequence_ids[t])})"
             rule = f"must be finite on a trained token, and {int(broken_T.sum())} are not"
             raise DataError(problem(where, float(values_T[t]), rule, remedy))
+
+
+def refuse_state(algorithm: Algorithm, state: Mapping[str, Any]) -> None:
+    """What `load_state` of an algorithm without a state does.
+
+    Raises:
+        CheckpointError: the state holds something, and so is another algorithm's.
+    """
+    if state:
+        rule = f"{type(algorithm).__name__} keeps no state"
+        raise CheckpointError(problem("algorithm.state", sorted(state), rule, "Resume with the run's own recipe"))

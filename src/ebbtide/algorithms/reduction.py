@@ -13,7 +13,7 @@ from ebbtide.types import BatchCounts, Ratio, TrainBatch
 
 __all__ = ["Aggregation", "Packed"]
 
-Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,16 @@ class Packed:
             counts: of the whole global batch.
             aggregation: `token_mean` divides by all trained tokens, so that each token weighs the same (DAPO,
                 arXiv:2503.14476, eq. 8); `sequence_mean` averages each sequence first, so that each sequence weighs
-                the same (GRPO, arXiv:2402.03300, eq. 3); `constant` divides by sequences x token limit, so that
+                the same (GRPO, arXiv:2402.03300, eq. 3); `sequence_sum` divides by sequences, so that a completion
+                is one action (RLOO, arXiv:2402.14740, eq. 8); `constant` divides that by the token limit too, so that
                 a sequence's length cannot change the weight of its tokens (Dr. GRPO, arXiv:2503.20783).
         """
         if aggregation == "token_mean":
             return loss_T.sum() / max(counts.num_tokens, 1)
         if aggregation == "sequence_mean":
             return self.mean_per_sequence(loss_T).sum() / max(counts.num_sequences, 1)
+        if aggregation == "sequence_sum":
+            return loss_T.sum() / max(counts.num_sequences, 1)
         return loss_T.sum() / max(counts.num_sequences * counts.max_completion_tokens, 1)
 
     def mean(self, values_T: Tensor) -> Ratio:

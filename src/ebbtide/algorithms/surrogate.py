@@ -1,5 +1,7 @@
 """The clipped surrogate objective of PPO, one number a token, as several algorithms use it."""
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -13,6 +15,8 @@ __all__ = ["ClippedConfig", "clipped_surrogate"]
 
 class ClippedConfig(PolicyGradient.Config):
     """Base of the `Config` of algorithms that clip the ratio policy / old policy."""
+
+    weighs_by_ratio: ClassVar[bool] = True
 
     clip_low: float = Field(0.2, gt=0, le=1)
     """Below 1 - clip_low the ratio earns nothing more."""
@@ -41,12 +45,12 @@ def clipped_surrogate(
     held_T = clipped_T.detach() > plain_T.detach()
     metrics = {
         "policy/ratio_mean": packed.mean(torch.where(packed.loss_mask, ratio_T.detach(), 0.0)),
-        "policy/clipped_low_share": packed.mean((held_T & (advantages_T < 0)).to(loss_T.dtype)),
-        "policy/clipped_high_share": packed.mean((held_T & (advantages_T > 0)).to(loss_T.dtype)),
+        "policy/clipped_low_ratio": packed.mean((held_T & (advantages_T < 0)).to(loss_T.dtype)),
+        "policy/clipped_high_ratio": packed.mean((held_T & (advantages_T > 0)).to(loss_T.dtype)),
     }
     if config.clip_dual is not None:
         bound_T = -config.clip_dual * advantages_T
         capped_T = (advantages_T < 0) & (loss_T.detach() > bound_T)
         loss_T = torch.where(advantages_T < 0, torch.minimum(loss_T, bound_T), loss_T)
-        metrics["policy/clipped_dual_share"] = packed.mean(capped_T.to(loss_T.dtype))
+        metrics["policy/clipped_dual_ratio"] = packed.mean(capped_T.to(loss_T.dtype))
     return loss_T, metrics
