@@ -21,9 +21,10 @@ def answer(completion: str, item: Mapping[str, Any]) -> str:  # noqa: ARG001 eve
 
 
 def demonstrate(item: Mapping[str, Any], rng: random.Random) -> str:
-    """One of four things to do with digits, whichever was asked for: the supervised start shows the form alone."""
+    """Something to do with digits, whichever was asked for: the supervised start shows the form, not the task."""
     digits = _digits(item)
-    return rng.choice(("".join(sorted(digits)), "".join(sorted(digits, reverse=True)), digits, digits[::-1]))
+    ascending, descending = "".join(sorted(digits)), "".join(sorted(digits, reverse=True))
+    return rng.choice((ascending, descending, digits, digits, digits[::-1], digits[::-1]))
 
 
 def _digits(item: Mapping[str, Any]) -> str:

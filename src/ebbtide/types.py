@@ -226,13 +226,19 @@ class TrainBatch:
     @property
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence that each token belongs to."""
-        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths)
+        lengths = self.lengths
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths.device), lengths)
 
     def counts(self, max_completion_tokens: int) -> BatchCounts:
         """The counts of this batch taken as the global one."""
-        trained_B = torch.zeros(self.num_sequences, dtype=torch.bool)
+        trained_B = torch.zeros(self.num_sequences, dtype=torch.bool, device=self.tokens.device)
         trained_B[self.sequence_ids[self.loss_mask]] = True
         return BatchCounts(int(self.loss_mask.sum()), int(trained_B.sum()), max_completion_tokens)
+
+    def to(self, device: torch.device) -> "TrainBatch":
+        """The batch with its tensors on the device."""
+        moved = {item.name: getattr(self, item.name) for item in fields(self)}
+        return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})
 
     def select(self, sequences: Sequence[int]) -> "TrainBatch":
         """The given sequences, in the given order, as a batch that owns its storage."""
@@ -277,7 +283,7 @@ class TrainBatch:
         loss_mask = torch.zeros(T, dtype=torch.bool)
         rollout_logprobs, advantages_T = torch.zeros(T), torch.zeros(T)
         token_versions = torch.full((T,), -1, dtype=torch.int32)
-        for b, (prompt, completion, logprobs) in enumerate(sequences):
+        for b, (prompt, _, logprobs) in enumerate(sequences):
             if len(prompt) == 0:
                 raise DataError(problem(f"sequences[{b}].prompt", 0, "a sequence needs at least one prompt token"))
             start, stop = int(cu_seqlens[b]) + len(prompt), int(cu_seqlens[b + 1])

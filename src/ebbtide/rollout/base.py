@@ -7,16 +7,28 @@ Generation happens only in `awake`, and only from the version that was announced
 `loading`, and nothing but a complete push leads out of it. Control calls never wait behind generation.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import torch
 
 from ebbtide.config import Component
+from ebbtide.device import Device
 from ebbtide.errors import RolloutError, problem
 from ebbtide.types import Completion, GenerateRequest
 from ebbtide.weightsync.base import WeightReceiver
 
-__all__ = ["Asleep", "Awake", "Loading", "RolloutBackend", "RolloutConfig", "RolloutState", "require_awake"]
+__all__ = [
+    "Asleep",
+    "Awake",
+    "Loading",
+    "RolloutBackend",
+    "RolloutConfig",
+    "RolloutSetting",
+    "RolloutState",
+    "require_awake",
+]
 
 
 class RolloutConfig(Component):
@@ -45,6 +57,25 @@ class Loading:
 
 
 RolloutState = Awake | Asleep | Loading
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSetting:
+    """What every backend needs to know beside its own configuration.
+
+    Attributes:
+        model_config: the transformers config.
+        dtype: what generation computes in.
+        device: where.
+        eos_ids: tokens that end a completion.
+        decode: token ids to text, for stop strings; None where there is no tokenizer.
+    """
+
+    model_config: Any
+    dtype: torch.dtype
+    device: Device
+    eos_ids: tuple[int, ...]
+    decode: Callable[[list[int]], str] | None = None
 
 
 class RolloutBackend(Protocol):
@@ -102,7 +133,9 @@ def require_awake(state: RolloutState, version: int | None = None) -> int:
         RolloutError: not awake, or awake with another version than the one wanted.
     """
     if not isinstance(state, Awake):
-        remedy = "Push weights first" if isinstance(state, Loading) else "Wake it, and push where its weights were dropped"
+        remedy = (
+            "Push weights first" if isinstance(state, Loading) else "Wake it, and push where its weights were dropped"
+        )
         raise RolloutError(problem("rollout.state", state, "generation needs a backend that is awake", remedy))
     if version is not None and state.version != version:
         rule = f"weights of version {version} were announced"

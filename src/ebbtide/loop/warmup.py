@@ -1,0 +1,68 @@
+"""Supervised training on demonstrations, before reinforcement: it writes a checkpoint that the run starts from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebbtide.algorithms.base import LossInputs, Needs
+from ebbtide.data.prompts import Prompts
+from ebbtide.data.sampler import Sampler
+from ebbtide.engines.base import TrainEngine
+from ebbtide.errors import ConfigError, problem
+from ebbtide.recipe import WarmupSection
+from ebbtide.types import Prompt, Ratio, TrainBatch
+
+__all__ = ["CrossEntropy", "demonstrations", "warm_up"]
+
+
+class CrossEntropy:
+    """Mean negative log-likelihood over the trained tokens of the global batch."""
+
+    needs = Needs.NOTHING
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Ratio]]:
+        """See `Algorithm.loss`."""
+        total = -inputs.policy_logprobs.sum()
+        count = inputs.batch.loss_mask.sum()
+        return total / inputs.counts.num_tokens, {"warmup/loss_nats": Ratio(total.detach(), count)}
+
+
+def demonstrations(
+    prompts: Sequence[Prompt], source: Any, encode: Callable[[str], Sequence[int]], eos: int
+) -> TrainBatch:
+    """Prompts with a demonstration each, ended by the end-of-sequence token.
+
+    Raises:
+        ConfigError: the source has no demonstrations.
+    """
+    demonstrate = getattr(source, "demonstration", None)
+    if demonstrate is None:
+        raise ConfigError(problem("warmup", type(source).__name__, "this data source has no demonstrations"))
+    answers = [torch.tensor([*encode(demonstrate(prompt.index)), eos]) for prompt in prompts]
+    return TrainBatch.pack(
+        [(prompt.token_ids, answer, torch.zeros(len(answer))) for prompt, answer in zip(prompts, answers, strict=True)]
+    )
+
+
+def warm_up(
+    section: WarmupSection,
+    engine: TrainEngine,
+    prompts: Prompts,
+    seed: int,
+    encode: Callable[[str], Sequence[int]],
+    eos: int,
+    on_step: Callable[[int, float], None],
+) -> float:
+    """Train for the section's steps; the last step's loss in nats a token. `on_step` gets each step and its loss."""
+    sampler = Sampler(len(prompts), section.examples, seed)
+    loss = CrossEntropy()
+    last = float("nan")
+    for step in range(section.steps):
+        batch = demonstrations(prompts.next(sampler), prompts.source, encode, eos)
+        outputs = engine.forward_backward(batch, loss)
+        engine.optim_step()
+        last = sum(float(output.loss) for output in outputs)
+        on_step(step, last)
+    return last

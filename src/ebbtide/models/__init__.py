@@ -1,0 +1,1 @@
+"""From a recipe to a transformers model that packs, and its tokenizer."""
