@@ -1,10 +1,10 @@
 """The tree of a recipe: what `ebbtide train` reads. Defaults live here, on their fields, and nowhere else."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ebbtide.config import Section, choice
+from ebbtide.config import Choice, Component, Section
 from ebbtide.errors import ConfigError, problem
 
 __all__ = [
@@ -20,12 +20,15 @@ __all__ = [
     "WarmupSection",
 ]
 
-Algorithm = choice("algorithms")
-Engine = choice("engines")
-Reward = choice("rewards")
-Rollout = choice("rollout")
-Sink = choice("observe.sinks")
-Source = choice("data.sources")
+Algorithm = Annotated[Component, Choice("algorithms")]
+Engine = Annotated[Component, Choice("engines")]
+Reward = Annotated[Component, Choice("rewards")]
+Rollout = Annotated[Component, Choice("rollout")]
+Sink = Annotated[Component, Choice("observe.sinks")]
+Source = Annotated[Component, Choice("data.sources")]
+_FSDP: Any = {"type": "fsdp"}
+_INPROCESS: Any = {"type": "inprocess"}
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
@@ -97,11 +100,11 @@ class OptimSection(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after its warm-up, over the steps of the run."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from 0; fewer than the run has."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, as a share of `lr`; no effect with `constant`."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates."""
+    betas: tuple[Rate, Rate] = (0.9, 0.999)
+    """AdamW's decay rates, each from 0 to below 1."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
@@ -169,27 +172,31 @@ class Recipe(Section):
     """A whole run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The run's folder is runs/<name>."""
+    """The run's folder is runs/<name>; letters, digits and . _ - between them."""
     seed: int = Field(0, ge=0)
     """Fixes weights, data order and sampling."""
     steps: int = Field(ge=1)
     """Policy updates."""
     mode: Literal["sync"] = "sync"
     """How generation and training alternate."""
-    device: str = "auto"
-    """auto, cpu, cuda or npu."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where policy and rollout live; auto takes an accelerator where there is one."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; None leaves torch's choice. Models under a million weights run fastest on one."""
     model: ModelSection
     data: Source
+    """Where prompts come from."""
     batch: BatchSection = BatchSection()
     sampling: SamplingSection
     rewards: tuple[Reward, ...] = Field(min_length=1)
     """Each a table with `type`; the training reward is their weighted sum."""
     algorithm: Algorithm
+    """How rewards become a loss."""
     optim: OptimSection
-    engine: Engine = {"type": "fsdp"}
-    rollout: Rollout = {"type": "inprocess"}
+    engine: Engine = Field(_FSDP)
+    """What trains the policy."""
+    rollout: Rollout = Field(_INPROCESS)
+    """What samples completions."""
     warmup: WarmupSection | None = None
     """Supervised start; None starts from the model as it is."""
     eval: EvalSection = EvalSection()
@@ -200,9 +207,16 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _no_contradiction(self) -> "Recipe":
         minimum = getattr(self.algorithm, "min_group_size", 1)
+        problems = []
         if self.batch.group_size < minimum:
             rule = f"algorithm.type={self.algorithm.type!r} compares the completions of one prompt"
-            raise ConfigError(
-                problem("batch.group_size", self.batch.group_size, f"{rule} and needs at least {minimum}")
-            )
+            problems.append(problem("batch.group_size", self.batch.group_size, f"{rule} and needs at least {minimum}"))
+        if self.optim.warmup_steps >= self.steps:
+            rule = f"the learning rate would never arrive, as the run has steps={self.steps}"
+            problems.append(problem("optim.warmup_steps", self.optim.warmup_steps, rule, "It must be below steps"))
+        if not any(getattr(reward, "weight", 1.0) for reward in self.rewards):
+            rule = "every reward has weight=0, so that there is nothing to learn from"
+            problems.append(problem("rewards", len(self.rewards), rule, "Give at least one of them a weight"))
+        if problems:
+            raise ConfigError(problems)
         return self
