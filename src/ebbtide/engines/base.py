@@ -48,6 +48,8 @@ class EngineConfig(Component):
 
     max_tokens_per_microbatch: int = Field(8192, ge=1)
     """Tokens, prompts included, that one forward takes at most; a longer sequence is an error."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all of its completions, where that saves an eighth of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,8 @@ class TrainEngine(ABC):
             outputs[microbatch.index] = output
             return live_loss
 
-        pieces = microbatches(batch, self._config.max_tokens_per_microbatch, self.setting.device.torch)
+        max_tokens, device = self._config.max_tokens_per_microbatch, self.setting.device.torch
+        pieces = microbatches(batch, max_tokens, device, keep_groups=self._config.share_prompts)
         self._run_microbatches(pieces, finish, loss.needs)
         return [outputs[index] for index in sorted(outputs)]
 

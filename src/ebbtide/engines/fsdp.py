@@ -39,7 +39,7 @@ class FSDPEngine(TrainEngine):
         model.to(setting.device.torch).train()
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._policy = Policy(model)
+        self._policy = Policy(model, shares_prompts=config.share_prompts)
         self._optimizer = make_optimizer(self._policy.named_parameters(), setting.optim)
         self._num_steps_done = 0
 

@@ -99,8 +99,8 @@ class DecodeAttention:
                 buffer[self._row_ids, :, self._positions] = new
         window = call.window is not None and call.window < self._longest
         mask = self._mask(call.window if window else None)
-        past = (keys[:B, :, : self._longest], values[:B, :, : self._longest])
-        return attend_dense(call.query[:, :, None], *past, call, mask)[:, :, 0]
+        past_keys, past_values = (buffer[:B, :, : self._longest].transpose(1, 2) for buffer in (keys, values))
+        return attend_dense(call.query[:, None], past_keys, past_values, call, mask)[:, 0]
 
     def _mask(self, window: int | None) -> Tensor | None:
         if window is None:

@@ -14,6 +14,7 @@ from ebbtide.data.microbatch import Microbatch, join, microbatches, spread
 from ebbtide.device import Device
 from ebbtide.errors import ModelError, problem
 from ebbtide.models.attention import PackedAttention
+from ebbtide.models.prefix import PrefixAttention, PrefixLayout
 from ebbtide.numerics.logprobs import Head, TokenStats, token_stats
 from ebbtide.types import TrainBatch
 
@@ -27,9 +28,11 @@ class Policy(nn.Module):
         model: the transformers model; its parameter names, less the prefix `model.`, are the checkpoint's.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, shares_prompts: bool = True) -> None:
+        """shares_prompts: compute the prompt of a group once, where that saves enough."""
         super().__init__()
         self.model = model
+        self.shares_prompts = shares_prompts
         self._num_layers = int(model.config.get_text_config().num_hidden_layers)
         head_options(model)  # refuses a head that this module cannot reproduce
 
@@ -42,22 +45,33 @@ class Policy(nn.Module):
         entropy_grad: bool = True,
     ) -> TokenStats:
         """Statistics of the batch's N trained tokens, in order: each from the hidden state of the token before it."""
-        plan = PackedAttention(batch.cu_seqlens)
         trained_N = batch.loss_mask.nonzero().squeeze(1)
-        hidden_TD = self.hidden(batch.tokens, batch.position_ids, plan)
+        source, predictor_N, plan = self._layout(batch, trained_N)
+        hidden_SD = self.hidden(batch.tokens[source], batch.position_ids[source], plan)
         if plan.calls % self._num_layers or not plan.calls:
             rule = f"{plan.calls} of {self._num_layers} layers attended through the plan"
             raise ModelError(
                 problem("model", self.model.config.model_type, rule, "It cannot be packed; choose another")
             )
         return token_stats(
-            hidden_TD.index_select(0, trained_N - 1),
+            hidden_SD.index_select(0, predictor_N),
             self.head(),
             batch.tokens[trained_N],
             temperature=temperature,
             want_entropy=want_entropy,
             entropy_grad=entropy_grad,
         )
+
+    def _layout(
+        self, batch: TrainBatch, trained_N: Tensor
+    ) -> tuple[Tensor | slice, Tensor, PackedAttention | PrefixAttention]:
+        """The packed tokens that the forward runs over, where each trained one is predicted, and who sees whom."""
+        if self.shares_prompts:
+            layout = PrefixLayout.of(batch.to(torch.device("cpu")))
+            if layout.pays:
+                device = batch.tokens.device
+                return layout.source.to(device), layout.predictor.to(device), PrefixAttention(layout, device)
+        return slice(None), trained_N - 1, PackedAttention(batch.cu_seqlens)
 
     def hidden(self, tokens: Tensor, position_ids: Tensor, plan: Any) -> Tensor:
         """[T, D] final hidden states of tokens [T] at position_ids [T]."""
@@ -78,7 +92,7 @@ def batch_logprobs(policy: nn.Module, batch: TrainBatch, temperature: float, max
     """[T] float32 on the host, 0 where not trained; at most `max_tokens` a forward."""
 
     def logprobs() -> Iterator[tuple[Microbatch, Tensor]]:
-        for microbatch in microbatches(batch, max_tokens, device.torch):
+        for microbatch in microbatches(batch, max_tokens, device.torch, keep_groups=True):
             stats: TokenStats = policy(microbatch.batch, temperature=temperature)
             yield microbatch, spread(stats.logprobs, microbatch.batch.loss_mask)
 
