@@ -22,7 +22,9 @@ class Tokenizer(Protocol):
         """`input_ids` of each text."""
         ...
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, continue_final_message: bool
+    ) -> Any:
         """The conversation as text."""
         ...
 
@@ -78,19 +80,20 @@ class Prompts:
         """
         return self._tokenised(list(indices), [self.source[index] for index in indices])
 
-    def next(self, sampler: Sampler) -> list[Prompt]:
-        """A whole batch of prompts; rows dropped for their length are replaced by the next ones drawn.
+    def next(self, sampler: Sampler, count: int | None = None) -> list[Prompt]:
+        """`count` prompts, or a whole batch; rows dropped for their length are replaced by the next ones drawn.
 
         Raises:
             DataError: as in `take`; also if every row is too long.
         """
         prompts: list[Prompt] = []
         num_drawn = 0
-        while len(prompts) < sampler.batch:
+        wanted = sampler.batch if count is None else count
+        while len(prompts) < wanted:
             if not prompts and num_drawn >= 2 * sampler.num_rows:
                 rule = f"all {sampler.num_rows} prompts are longer"
                 raise DataError(problem("batch.max_prompt_tokens", self.max_tokens, rule, "Raise it, or shorten them"))
-            indices = sampler.draw(sampler.batch - len(prompts))
+            indices = sampler.draw(wanted - len(prompts))
             num_drawn += len(indices)
             prompts += self.take(indices)
         return prompts

@@ -158,6 +158,9 @@ class _Scoring:
         self._config, self._worker = item.config, item.worker
         self._groups = groups
         self._inputs = inputs
+        self._num_completions = sum(map(len, inputs))
+        self._started = 0.0
+        self._whole: Outcome | None = None
         self.messages: list[str] = []
 
     def run(self) -> list[list[float] | None]:
@@ -178,60 +181,68 @@ class _Scoring:
 
     def _group_by_group(self, whole: Outcome) -> list[list[float] | None]:
         """After the call over all groups failed: find which of them it was."""
-        limit_s = self._config.time_limit_s / len(self._inputs)
+        self._started, self._whole = time.monotonic(), whole
         scores: list[list[float] | None] = []
         for g, group in enumerate(self._inputs):
-            outcome = self._worker.call(group, limit_s)
+            outcome = self._again(group)
             values = _values(outcome, len(group))
             if values is None:
-                self._fail(self._blame(g, outcome))
+                self._blame(g, outcome)
             scores.append(None if values is None else self._checked(g, values))
         if not self.messages:
-            rows = self._rows(range(len(self._groups)))
-            rule = f"{_said(whole, sum(map(len, self._inputs)))} when all groups were scored in one call, with {rows} "
-            self._fail(problem(self._where, self._config.type, rule + "in flight; no group does so by itself", _REMEDY))
+            said = f"{_said(whole)}; no row by itself makes it do so"
+            self._fail(range(len(self._groups)), None, said, _trace(whole))
         return scores
 
-    def _blame(self, g: int, outcome: Outcome) -> str:
-        """The message for a group that fails by itself; names the completion if one fails by itself too."""
+    def _again(self, completions: Sequence[RewardInput]) -> Outcome:
+        """Call once more, for a part. After a hang each completion gets its share of the time, else what is left."""
+        share = self._config.time_limit_s * len(completions) / self._num_completions
+        left = self._started + self._config.time_limit_s - time.monotonic()
+        return self._worker.call(completions, share if isinstance(self._whole, Hung) else max(share, left))
+
+    def _blame(self, g: int, outcome: Outcome) -> None:
+        """Report a group that fails by itself; names the completion if one fails by itself too."""
         group = self._inputs[g]
-        limit_s = self._config.time_limit_s / sum(map(len, self._inputs))
-        for c, completion in enumerate(group if len(group) > 1 else ()):
-            single = self._worker.call([completion], limit_s)
+        c = 0 if len(group) == 1 else None
+        for number, completion in enumerate(group if c is None else ()):
+            single = self._again([completion])
             if _values(single, 1) is None:
-                return self._message(g, c, _said(single, 1), _trace(single))
-        return self._message(g, 0 if len(group) == 1 else None, _said(outcome, len(group)), _trace(outcome))
+                c, outcome = number, single
+                break
+        said = _said(outcome)
+        if isinstance(outcome, Hung) and isinstance(self._whole, Hung):
+            said = f"did not return within {self._whole.seconds:.3g} s for all {self._num_completions} completions, "
+            said += f"nor within {outcome.seconds:.3g} s for this alone; raise time_limit_s if it is only slow"
+        self._fail([g], c, said, _trace(outcome))
 
     def _checked(self, g: int, values: Sequence[float | str]) -> list[float] | None:
         scores: list[float] = []
         for c, value in enumerate(values):
             if isinstance(value, str) or not math.isfinite(value):
-                self._fail(self._message(g, c, f"returned {value}, and a score is one finite number", ""))
+                self._fail([g], c, f"returned {value}, and a score is one finite number", "")
                 return None
             scores.append(value)
         return scores
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, groups: Sequence[int], c: int | None, said: str, trace: str) -> None:
+        """Stop the run, or note the message, about all completions of some groups or one of a single group."""
+        rows = [str(self._groups[g].prompt.index) for g in groups]
+        more = f" and {len(rows) - _MAX_NAMED_ROWS} more" if len(rows) > _MAX_NAMED_ROWS else ""
+        where = (
+            f"reward {self._config.label}, row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_MAX_NAMED_ROWS])}{more}"
+        )
+        inputs = self._inputs[groups[0]]
+        if c is None:
+            text = problem(where, [_short(item.text) for item in inputs[:2]], said, _REMEDY)
+        else:
+            text = problem(f"{where}, completion {c}", _short(inputs[c].text), said, _REMEDY)
+        message = f"{text}\n{trace}" if trace else text
         if self._config.on_error == "stop":
             raise RewardError(message)
         self.messages.append(message)
 
-    def _message(self, g: int, c: int | None, said: str, trace: str) -> str:
-        where = self._rows([g]) + ("" if c is None else f", completion {c} {_short(self._inputs[g][c].text)}")
-        text = problem(self._where, self._config.type, f"{said} on {where}", _REMEDY)
-        return f"{text}\n{trace}" if trace else text
 
-    @property
-    def _where(self) -> str:
-        return f"reward {self._config.label}"
-
-    def _rows(self, groups: Sequence[int]) -> str:
-        rows = [str(self._groups[g].prompt.index) for g in groups]
-        more = f" and {len(rows) - _MAX_NAMED_ROWS} more" if len(rows) > _MAX_NAMED_ROWS else ""
-        return f"row{'s' if len(rows) > 1 else ''} {', '.join(rows[:_MAX_NAMED_ROWS])}{more}"
-
-
-_REMEDY = "Mend the reward, or set on_error='skip_group' to leave out the groups concerned"
+_REMEDY = "Mend the reward, or set on_error='skip_group' to leave such groups out"
 
 
 def _values(outcome: Outcome, count: int) -> list[float | str] | None:
@@ -241,17 +252,17 @@ def _values(outcome: Outcome, count: int) -> list[float | str] | None:
     return None
 
 
-def _said(outcome: Outcome, count: int) -> str:
+def _said(outcome: Outcome) -> str:
     match outcome:
         case Failed(error, _):
             return f"raised {error}"
         case Hung(seconds):
-            return f"did not return within {seconds:.3g} s and was killed"
+            return f"did not return within {seconds:.3g} s and was killed; raise time_limit_s if it is only slow"
         case Died(how):
             return f"ended its process ({how})"
-        case Scores(values, is_sequence):
+        case Scores(values, is_sequence, count):
             shown = f"{len(values)} scores" if is_sequence else f"{values[0]}"
-            return f"returned {shown} for {count} completions"
+            return f"returned {shown} for {count} completion{'s' if count > 1 else ''}"
 
 
 def _trace(outcome: Outcome) -> str:
@@ -259,4 +270,4 @@ def _trace(outcome: Outcome) -> str:
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:80]}...")
+    return text if len(text) <= 80 else f"{text[:80]}..."

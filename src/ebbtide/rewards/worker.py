@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.errors import DataError, problem
 from ebbtide.rewards.base import Reward, RewardInput
 
 __all__ = ["Died", "Failed", "Hung", "Outcome", "RewardWorker", "Scores"]
@@ -48,10 +50,12 @@ class Scores:
     Attributes:
         values: one each; a text instead of a number says what stood there.
         is_sequence: whether it returned a sequence at all; where not, `values` holds the one thing that it returned.
+        count: completions that it was given.
     """
 
     values: list[float | str]
     is_sequence: bool
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class RewardWorker:
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
         self._pid: int | None = None
+        self._lock = threading.Lock()
         self._start()
 
     @property
@@ -93,8 +98,27 @@ class RewardWorker:
         return self._pid
 
     def call(self, completions: Sequence[RewardInput], limit_s: float) -> Outcome:
-        """Run the reward; back within about `limit_s` seconds, whatever happens."""
-        request = pickle.dumps(_packed(completions), protocol=pickle.HIGHEST_PROTOCOL)
+        """Run the reward; back within about `limit_s` seconds, whatever happens. Threads take turns.
+
+        Raises:
+            DataError: a row holds an object that cannot be pickled.
+        """
+        request = _packed(completions)
+        with self._lock:
+            is_answered = False
+            try:
+                outcome = self._exchange(request, limit_s)
+                is_answered = True
+                return outcome
+            finally:
+                if not is_answered:  # interrupted: its reply must not be taken for that of the next call
+                    self._discard()
+
+    def close(self) -> None:
+        """End the process; calling it again does nothing."""
+        self._discard()
+
+    def _exchange(self, request: bytes, limit_s: float) -> Outcome:
         deadline = time.monotonic() + limit_s
         for _ in range(2):
             if self._pid is None:
@@ -110,11 +134,6 @@ class RewardWorker:
             return self._reply(limit_s, deadline)
         return Died("the process of the reward does not stay alive even when idle")
 
-    def close(self) -> None:
-        """End the process; calling it again does nothing."""
-        if self._pid is not None:
-            self._kill()
-
     def _reply(self, limit_s: float, deadline: float) -> Outcome:
         try:
             reply = json.loads(_receive(self._socket, deadline))
@@ -123,7 +142,7 @@ class RewardWorker:
             return Hung(limit_s)
         except (OSError, EOFError):
             return Died(self._kill())
-        return Failed(*reply["failed"]) if "failed" in reply else Scores(reply["values"], reply["is_sequence"])
+        return Failed(*reply["failed"]) if "failed" in reply else Scores(**reply)
 
     def _start(self) -> None:
         pid, self._socket = _fork(self._reward)
@@ -134,10 +153,19 @@ class RewardWorker:
         self._pid = None
         return str(self._end())
 
+    def _discard(self) -> None:
+        if self._pid is not None:
+            self._kill()
 
-def _packed(completions: Sequence[RewardInput]) -> list[tuple[Any, ...]]:
+
+def _packed(completions: Sequence[RewardInput]) -> bytes:
     """Plain tuples: a quarter of the time that dataclasses take. A row that stands twice is pickled once."""
-    return [(item.prompt, item.text, item.row, item.num_tokens, item.stop_reason) for item in completions]
+    plain = [(item.prompt, item.text, item.row, item.num_tokens, item.stop_reason) for item in completions]
+    try:
+        return pickle.dumps(plain, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        rule = f"rewards run in a process of their own, and this cannot be sent there: {error}"
+        raise DataError(problem("row", sorted(completions[0].row), rule, "Keep plain data in the rows")) from error
 
 
 def _fork(reward: Reward) -> tuple[int, socket.socket]:
@@ -214,6 +242,7 @@ def _settle(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+    signal.set_wakeup_fd(-1)  # an event loop of the parent would be woken by our signals
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -224,7 +253,7 @@ def _settle(parent: int) -> None:
 def _answered(reward: Reward, request: list[tuple[Any, ...]]) -> bytes:
     try:
         result: Any = reward([RewardInput(*fields) for fields in request])
-        reply = _described(result)
+        reply = {**_described(result), "count": len(request)}
     except BaseException as error:  # noqa: BLE001 the edge of this process; SystemExit is an answer like any other
         trace = "".join(traceback.format_exception(error))
         reply = {"failed": (f"{type(error).__name__}: {error}", trace)}

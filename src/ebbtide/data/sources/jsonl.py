@@ -76,7 +76,7 @@ class _Lines:
         return file, starts[at], lengths[at]
 
     def _refused(self, index: int, text: bytes, rule: str) -> DataError:
-        shown = text[:80].decode("utf-8", "replace")
+        shown = text[:80].decode("utf-8", "replace").rstrip()
         return DataError(problem(self.where(index), shown, rule, "The format is one JSON object a line"))
 
 
