@@ -8,7 +8,8 @@ from ebbtide.algorithms.base import Needs
 from ebbtide.algorithms.grpo import GRPO
 from ebbtide.config import validate
 from ebbtide.errors import CheckpointError, ConfigError
-from tests.algorithms.cases import batch_of, group_of, inputs_of, logprobs_of
+from tests.algorithms.cases import assert_matches, batch_of, group_of, inputs_of, logprobs_of
+from tests.reference.algorithms import Sample, clipped_loss, group_advantages, kl_terms
 
 
 def algorithm(**settings: object) -> GRPO:
@@ -104,3 +105,30 @@ def test_state_of_another_algorithm_is_refused() -> None:
     grpo.load_state(grpo.state())
     with pytest.raises(CheckpointError, match="keeps no state"):
         grpo.load_state({"coef": 0.1})
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("dual", [None, 1.1])
+def test_matches_the_reference(aggregation: str, dual: float | None) -> None:
+    settings = {} if dual is None else {"clip_dual": dual}
+    assert_matches(algorithm(aggregation=aggregation, **settings), clipped_loss(0.2, 0.2, dual), aggregation)
+    recomputed = algorithm(aggregation=aggregation, old_policy="recomputed", clip_high=0.3, **settings)
+    assert_matches(recomputed, clipped_loss(0.2, 0.3, dual), aggregation, old="old_logprobs")
+
+
+def test_advantages_match_the_reference() -> None:
+    rewards = [[1.0, 0.0, 0.5], [3.0, 3.0, 3.0, 3.0], [0.25, -4.0]]
+    found = algorithm(scale_eps=1e-6).advantages([group_of(group) for group in rewards])
+    expected = group_advantages(rewards, 1e-6)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [float(a) for a in mine] == pytest.approx(theirs, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("gradient", ["plain", "straight_through", "importance_weighted"])
+def test_kl_in_the_loss_matches_the_reference(estimator: str, gradient: str) -> None:
+    def with_kl(sample: Sample) -> torch.Tensor:
+        return clipped_loss(0.2, 0.2)(sample) + 0.3 * kl_terms(sample, estimator, gradient)
+
+    grpo = algorithm(kl={"coef": 0.3, "estimator": estimator, "gradient": gradient})
+    assert_matches(grpo, with_kl, "token_mean")

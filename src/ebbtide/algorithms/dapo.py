@@ -1,8 +1,9 @@
 """DAPO: GRPO with a wider upper bound, groups without contrast replaced, and a soft penalty before the token limit."""
 
 from dataclasses import replace
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ebbtide.algorithms.grpo import GRPO
@@ -36,6 +37,13 @@ class DAPO(GRPO):
         """The last tokens before sampling.max_tokens, over which the penalty grows; 0 charges none."""
         overlong_penalty: float = Field(1.0, gt=0)
         """Penalty of a completion that reaches sampling.max_tokens."""
+
+        @model_validator(mode="after")
+        def _penalty_has_effect(self) -> Self:
+            if not self.overlong_buffer_tokens and self.overlong_penalty != 1.0:
+                rule = "has no effect with overlong_buffer_tokens=0"
+                raise ConfigError(problem("overlong_penalty", self.overlong_penalty, rule))
+            return self
 
     config: Config
 

@@ -159,9 +159,9 @@ class PolicyGradient(ABC):
         """Nothing to continue from."""
         refuse_state(self, state)
 
-    @abstractmethod
-    def _judge(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:
-        """[B] float64 advantages from [B] float64 rewards and their groups."""
+    def _judge(self, rewards_B: Tensor, group_ids_B: Tensor) -> Tensor:  # noqa: ARG002
+        """[B] float64 advantages from [B] float64 rewards and their groups; zeros where `prepare` tells instead."""
+        return torch.zeros_like(rewards_B)
 
     @abstractmethod
     def _objective(self, tokens: Tokens) -> tuple[Tensor, Metrics]:

@@ -1,7 +1,7 @@
 """Base of the algorithms that reward tokens: the outcome on the last one, less what each pays in KL."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ebbtide.algorithms.credit import outcome_rewards
 from ebbtide.algorithms.penalty import RewardKL, RewardPenalty, estimate
 from ebbtide.algorithms.policy_gradient import Metrics, PolicyGradient, given
 from ebbtide.algorithms.reduction import Packed
-from ebbtide.types import BatchCounts, Group, Ratio, TrainBatch
+from ebbtide.types import BatchCounts, Ratio, TrainBatch
 
 __all__ = ["TokenReward"]
 
@@ -36,10 +36,6 @@ class TokenReward(PolicyGradient):
     def needs(self) -> Needs:
         """And the reference's log-probs where the reward has a cost."""
         return super().needs | (Needs.REF_LOGPROBS if self.config.reward_kl.coef else Needs.NOTHING)
-
-    def advantages(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """Zeros: `prepare` tells."""
-        return [list(torch.zeros(len(group.completions)).unbind()) for group in groups]
 
     def prepare(self, batch: TrainBatch, counts: BatchCounts) -> tuple[TrainBatch, Metrics]:
         """Advantages from rewards of tokens, then weighed by the rollout correction."""
