@@ -137,6 +137,11 @@ class TrainEngine(ABC):
         self.setting = setting
         self._has_checked_reach = False
 
+    @property
+    def max_tokens(self) -> int:
+        """What one forward takes at most."""
+        return self._config.max_tokens_per_microbatch
+
     @final
     def forward_backward(self, batch: TrainBatch, loss: Loss) -> list[MicrobatchOutput]:
         """Add the gradient of the batch's loss; outputs of this rank's microbatches, sealed, in order.

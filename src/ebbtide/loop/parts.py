@@ -138,6 +138,7 @@ def build_rollout(recipe: Recipe, data: Data) -> RolloutBackend:
 def build(recipe: Recipe, data: Data, model: ModelSection, rewards: Rewards, ledger: Ledger) -> Parts:
     """A whole run on the weights of `model`, which are the recipe's or those of the warm-up."""
     algorithm: Algorithm = plugins.load("algorithms", recipe.algorithm.type)(recipe.algorithm)
+    engine = build_engine(recipe, data.device, model, recipe.steps)
     reference = None
     if Needs.REF_LOGPROBS in algorithm.needs:
         reference = Reference(
@@ -145,7 +146,7 @@ def build(recipe: Recipe, data: Data, model: ModelSection, rewards: Rewards, led
             data.device,
             seed=recipe.seed,
             temperature=recipe.sampling.temperature,
-            max_tokens=recipe.engine.max_tokens_per_microbatch,
+            max_tokens=engine.max_tokens,
         )
     return Parts(
         recipe=recipe,
@@ -154,7 +155,7 @@ def build(recipe: Recipe, data: Data, model: ModelSection, rewards: Rewards, led
         counter=RequestCounter(recipe.seed),
         sampling=sampling_params(recipe),
         algorithm=algorithm,
-        engine=build_engine(recipe, data.device, model, recipe.steps),
+        engine=engine,
         reference=reference,
         rollout=build_rollout(recipe, data),
         transport=InProcessTransport(),

@@ -3,7 +3,11 @@
 import asyncio
 import json
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,8 +63,26 @@ def train(recipe: Recipe, path: Path, *, existing: Literal["refuse", "overwrite"
         torch.set_num_threads(recipe.threads)
     with Rewards(recipe.rewards) as rewards, RunFolder.create(path, recipe, existing=existing) as folder:
         saved = _newest_checkpoint(folder) if existing == "resume" else None
-        with Watch(recipe, folder, keep_through_step=None if saved is None else saved.step) as watch:
+        keep_through_step = None if saved is None else saved.step
+        with Watch(recipe, folder, keep_through_step=keep_through_step) as watch, _immediate_interrupts():
             return asyncio.run(_Run(recipe, folder, rewards, watch).run(saved))
+
+
+@contextmanager
+def _immediate_interrupts() -> Iterator[None]:
+    """Ctrl-C stops a step in its middle; asyncio's own handler would wait until the step awaits something."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Run:

@@ -1,7 +1,7 @@
 """What the loops are made of, in the order in which a step calls it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,10 +10,12 @@ from ebbtide.algorithms.base import Algorithm, Needs, check_batch
 from ebbtide.engines.base import MicrobatchOutput, OptimStats, TrainEngine
 from ebbtide.errors import DataError, problem
 from ebbtide.loop.reference import Reference
+from ebbtide.rewards.scoring import ScoredGroups
 from ebbtide.rollout.base import RolloutBackend
 from ebbtide.types import Completion, GenerateRequest, Group, Prompt, Ratio, SamplingParams, StopReason, TrainBatch
 
 __all__ = [
+    "Harvest",
     "RequestCounter",
     "UpdateStats",
     "add_logprobs",
@@ -134,23 +136,56 @@ def update(engine: TrainEngine, batch: TrainBatch, algorithm: Algorithm) -> Upda
     return UpdateStats(outputs, engine.optim_step())
 
 
+@dataclass(slots=True)
+class Harvest:
+    """The scored groups of a step.
+
+    Attributes:
+        scored: all of them.
+        kept: those that the algorithm trains on.
+        num_failed: groups that a reward could not score.
+        messages: why.
+    """
+
+    scored: list[Group] = field(default_factory=list)
+    kept: list[Group] = field(default_factory=list)
+    num_failed: int = 0
+    messages: list[str] = field(default_factory=list)
+
+    def add(self, found: ScoredGroups, algorithm: Algorithm) -> None:
+        """One round of generation."""
+        self.scored += found.groups
+        self.kept += [group for group in found.groups if algorithm.keep(group)]
+        self.num_failed += found.num_skipped
+        self.messages += found.messages
+
+    def metrics(self, correct_at: float) -> dict[str, float]:
+        """What the step's completions earned, and their lengths."""
+        counts = {
+            "group/num_kept": float(len(self.kept)),
+            "group/num_dropped": float(len(self.scored) - len(self.kept)),
+            "reward/num_failed": float(self.num_failed),
+        }
+        return counts | group_metrics(self.scored, correct_at)
+
+
 def group_metrics(groups: Sequence[Group], correct_at: float) -> dict[str, float]:
     """What the step's completions earned, and their lengths."""
     if not groups:
         return {}
-    rewards = torch.stack([group.rewards for group in groups if group.rewards is not None])
+    rewards_RG = torch.stack([group.rewards for group in groups if group.rewards is not None])
     completions = [completion for group in groups for completion in group.completions]
     lengths = torch.tensor([completion.token_ids.shape[0] for completion in completions], dtype=torch.float32)
     prompts = torch.tensor([group.prompt.token_ids.shape[0] for group in groups], dtype=torch.float32)
     truncated = sum(completion.stop_reason is StopReason.LENGTH for completion in completions)
     metrics: dict[str, float | Tensor] = {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(correction=0),
-        "reward/min": rewards.min(),
-        "reward/max": rewards.max(),
-        "reward/accuracy": (rewards >= correct_at).float().mean(),
-        "reward/group_std": rewards.std(dim=1, correction=0).mean(),
-        "group/uniform_ratio": (rewards == rewards[:, :1]).all(1).float().mean(),
+        "reward/mean": rewards_RG.mean(),
+        "reward/std": rewards_RG.std(correction=0),
+        "reward/min": rewards_RG.min(),
+        "reward/max": rewards_RG.max(),
+        "reward/accuracy": (rewards_RG >= correct_at).float().mean(),
+        "reward/group_std": rewards_RG.std(dim=1, correction=0).mean(),
+        "group/uniform_ratio": (rewards_RG == rewards_RG[:, :1]).all(1).float().mean(),
         "completion/mean_tokens": lengths.mean(),
         "completion/min_tokens": lengths.min(),
         "completion/max_tokens": lengths.max(),

@@ -4,29 +4,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ebbtide.algorithms.base import LossInputs, Needs
+from ebbtide.algorithms.sft import SFT
 from ebbtide.data.prompts import Prompts
 from ebbtide.data.sampler import Sampler
 from ebbtide.engines.base import TrainEngine
 from ebbtide.errors import ConfigError, problem
 from ebbtide.recipe import WarmupSection
-from ebbtide.types import Prompt, Ratio, TrainBatch
+from ebbtide.types import Prompt, TrainBatch
 
-__all__ = ["CrossEntropy", "demonstrations", "warm_up"]
-
-
-class CrossEntropy:
-    """Mean negative log-likelihood over the trained tokens of the global batch."""
-
-    needs = Needs.NOTHING
-
-    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Ratio]]:
-        """See `Algorithm.loss`."""
-        total = -inputs.policy_logprobs.sum()
-        count = inputs.batch.loss_mask.sum()
-        return total / inputs.counts.num_tokens, {"warmup/loss_nats": Ratio(total.detach(), count)}
+__all__ = ["demonstrations", "warm_up"]
 
 
 def demonstrations(
@@ -42,7 +29,8 @@ def demonstrations(
         raise ConfigError(problem("warmup", type(source).__name__, "this data source has no demonstrations"))
     answers = [torch.tensor([*encode(demonstrate(prompt.index)), eos]) for prompt in prompts]
     return TrainBatch.pack(
-        [(prompt.token_ids, answer, torch.zeros(len(answer))) for prompt, answer in zip(prompts, answers, strict=True)]
+        [(prompt.token_ids, answer, torch.zeros(len(answer))) for prompt, answer in zip(prompts, answers, strict=True)],
+        advantages=[torch.ones(()) for _ in answers],
     )
 
 
@@ -57,7 +45,7 @@ def warm_up(
 ) -> float:
     """Train for the section's steps; the last step's loss in nats a token. `on_step` gets each step and its loss."""
     sampler = Sampler(len(prompts), section.examples, seed)
-    loss = CrossEntropy()
+    loss = SFT(SFT.Config())
     last = float("nan")
     for step in range(section.steps):
         batch = demonstrations(prompts.next(sampler), prompts.source, encode, eos)

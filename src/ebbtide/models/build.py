@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ebbtide.env import is_hub_offline
 from ebbtide.errors import ConfigError, ModelError, problem
@@ -72,9 +73,10 @@ def build_model(section: ModelSection, *, dtype: torch.dtype, seed: int) -> PreT
     register()
     config = load_config(section)
     if section.path is not None:
-        model = AutoModelForCausalLM.from_pretrained(
-            _checkpoint(section.path), config=config, dtype=dtype, attn_implementation=ATTENTION
-        )
+        with _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                _checkpoint(section.path), config=config, dtype=dtype, attn_implementation=ATTENTION
+            )
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -94,6 +96,18 @@ def build_shell(config: Any, *, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     model.config.use_cache = False
     return model.requires_grad_(False).eval()
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """The console has one bar, the run's own."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
