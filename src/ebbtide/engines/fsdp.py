@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -13,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from ebbtide.algorithms.base import Needs
 from ebbtide.data.microbatch import Microbatch
 from ebbtide.engines.base import EngineConfig, EngineSetting, Finish, OptimStats, Part, TrainEngine
+from ebbtide.engines.mesh import Axes, Ranks
 from ebbtide.engines.optim import clip_gradients, lr_factor, make_optimizer
+from ebbtide.engines.sharding import WeightsInForward, decoder_layers, fsdp_modules, gathered, shard
 from ebbtide.models.build import build_model, torch_dtype
 from ebbtide.models.policy import Policy, batch_logprobs
 from ebbtide.numerics.logprobs import TokenStats
@@ -35,17 +38,38 @@ class FSDPEngine(TrainEngine):
 
     def __init__(self, config: "FSDPEngine.Config", setting: EngineSetting) -> None:
         super().__init__(config, setting)
-        model = build_model(setting.model, dtype=torch_dtype(setting.model.dtype), seed=setting.seed)
+        stored = torch_dtype(setting.model.dtype)
+        compute = torch_dtype(setting.model.compute_dtype or setting.model.dtype)
+        axes = Axes.over(Ranks.world_size())
+        self._ranks = Ranks(setting.device, axes, needs_mesh=stored != compute)
+        model = build_model(setting.model, dtype=stored, seed=setting.seed)
         model.to(setting.device.torch).train()
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._policy = Policy(model, shares_prompts=config.share_prompts)
+        if self._ranks.mesh is not None:
+            # Without shards to gather, a layer's weights are only cast: once a microbatch is enough.
+            shard(
+                self._policy,
+                list(decoder_layers(model)),
+                self._ranks.mesh["dp_shard"],
+                compute,
+                reshard=axes.dp_shard > 1,
+            )
+        self._weights_in_forward: WeightsInForward | None = None
         self._optimizer = make_optimizer(self._policy.named_parameters(), setting.optim)
         self._num_steps_done = 0
 
     def _run_microbatches(self, microbatches: Iterable[Microbatch], finish: Finish, needs: Needs) -> None:
-        for microbatch in microbatches:
-            finish(microbatch, self._forward(microbatch.batch, needs)).backward()
+        if not self._has_checked_reach:
+            self._weights_in_forward = WeightsInForward(self._policy)
+        try:
+            for microbatch in microbatches:
+                finish(microbatch, self._forward(microbatch.batch, needs)).backward()
+        finally:
+            if self._weights_in_forward is not None:
+                self._weights_in_forward.close()
+                self._weights_in_forward = None
 
     def _forward(self, batch: TrainBatch, needs: Needs) -> TokenStats:
         stats: TokenStats = self._policy(
@@ -69,12 +93,15 @@ class FSDPEngine(TrainEngine):
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """See `TrainEngine.logprobs`."""
         setting, max_tokens = self.setting, self._config.max_tokens_per_microbatch
-        return batch_logprobs(self._policy, batch, setting.temperature, max_tokens, setting.device)
+        logprobs_T = batch_logprobs(self._policy, batch, setting.temperature, max_tokens, setting.device)
+        for module in fsdp_modules(self._policy):
+            module.reshard()  # what a backward would have done
+        return logprobs_T
 
     def named_weights(self) -> Iterator[NamedTensor]:
         """See `TrainEngine.named_weights`."""
         for name, parameter in self._policy.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, gathered(parameter, self.setting.device.torch)
 
     def offload(self, *parts: Part) -> None:
         """See `TrainEngine.offload`."""
@@ -88,13 +115,13 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.save`."""
         weights, optimizer = get_state_dict(self._policy, self._optimizer)
         state = {"weights": weights, "optimizer": optimizer, "num_steps_done": self._num_steps_done}
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
 
     def load(self, path: Path) -> None:
         """See `TrainEngine.load`."""
         weights, optimizer = get_state_dict(self._policy, self._optimizer)
         state: dict[str, Any] = {"weights": weights, "optimizer": optimizer, "num_steps_done": 0}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
         set_state_dict(
             self._policy,
             self._optimizer,
@@ -108,9 +135,12 @@ class FSDPEngine(TrainEngine):
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         self._policy.to("meta")
+        self._ranks.close()
 
     def _trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, item) for name, item in self._policy.named_parameters() if item.requires_grad)
+        assert self._weights_in_forward is not None, "only inside forward_backward"
+        weights = self._weights_in_forward.by_name.items()
+        return ((name.removeprefix("model."), item) for name, item in weights if item.requires_grad)
 
     def _move(self, device: torch.device, parts: Sequence[Part]) -> None:
         if "weights" in parts:

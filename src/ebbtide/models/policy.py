@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Policy(nn.Module):
             raise ModelError(
                 problem("model", self.model.config.model_type, rule, "It cannot be packed; choose another")
             )
-        return token_stats(
+        stats = token_stats(
             hidden_SD.index_select(0, predictor_N),
             self.head(),
             batch.tokens[trained_N],
@@ -61,6 +62,8 @@ class Policy(nn.Module):
             want_entropy=want_entropy,
             entropy_grad=entropy_grad,
         )
+        # Hooks of sharding hang on the result, and an in-place operator on a view would drop them silently.
+        return replace(stats, logprobs=stats.logprobs.clone()) if stats.logprobs._is_view() else stats
 
     def _layout(
         self, batch: TrainBatch, trained_N: Tensor

@@ -1,0 +1,109 @@
+"""FSDP2 over a policy: what is sharded together, in which dtypes, and how its gradients are summed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+from transformers import PreTrainedModel
+
+from ebbtide.errors import ModelError, problem
+from ebbtide.numerics.logprobs import TokenStats
+
+__all__ = ["WeightsInForward", "decoder_layers", "fsdp_modules", "gathered", "shard"]
+
+# FSDP2 finds the tensors in a module's result through pytrees, and hangs its backward on them.
+_pytree.register_pytree_node(
+    TokenStats,
+    lambda stats: ([stats.logprobs, stats.entropy, stats.topk_ids, stats.topk_logprobs], None),
+    lambda parts, _: TokenStats(*parts),
+    serialized_type_name="ebbtide.TokenStats",
+)
+
+
+def shard(policy: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, compute: torch.dtype, *, reshard: bool) -> None:
+    """Shard each layer's weights, and the rest together, over the mesh; the weights' own dtype is what is stored.
+
+    Args:
+        policy: becomes an `FSDPModule`; its answers keep their dtype.
+        layers: of the policy, each gathered and freed alone.
+        mesh: one axis, or (replicate, shard).
+        compute: dtype of gathered weights; gradients are reduced in float32.
+        reshard: free a layer's gathered weights after its forward; its backward gathers them again.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    for module in fsdp_modules(policy):
+        # A loss is divided by counts of the global batch, so gradients are summed; gloo has no premultiplied sum.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights are sharded together."""
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of the model's decoder, in order.
+
+    Raises:
+        ModelError: it keeps them somewhere unknown.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
+    if not isinstance(layers, nn.ModuleList):
+        rule = f"its decoder {type(decoder).__name__} has no list of layers"
+        raise ModelError(problem("model", model.config.model_type, rule, "Choose a decoder-only language model"))
+    return layers
+
+
+def gathered(weight: Tensor, device: torch.device) -> Tensor:
+    """A weight whole, on the device, without a graph; every rank must ask for it.
+
+    A weight that is not sharded is given as it is, not as a copy.
+    """
+    weight = weight.detach()
+    if not isinstance(weight, DTensor):
+        return weight.to(device)
+    local = weight.to_local()
+    if local.device != device:  # an offloaded shard, which the collectives of an accelerator cannot take
+        weight = DTensor.from_local(
+            local.to(device), weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+        )
+    return weight.full_tensor()
+
+
+class WeightsInForward:
+    """Notes the weights as a forward sees them: gathered ones are other tensors than the sharded ones.
+
+    Attributes:
+        by_name: each weight of the module, as its latest forward saw it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_name: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self._handles = [
+            part.register_forward_pre_hook(self._note(f"{prefix}." if prefix else ""))
+            for prefix, part in module.named_modules()
+        ]
+
+    def _note(self, prefix: str) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, _: Any) -> None:
+            # With all that is below: a head's weight is used without its module being called.
+            self.by_name.update((prefix + name, item) for name, item in module.named_parameters())
+
+        return hook
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.by_name.clear()
