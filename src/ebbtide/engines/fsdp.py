@@ -1,7 +1,9 @@
 """FSDP2 over a device mesh; on one device nothing is sharded and the same code runs without a process group."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +117,15 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.save`."""
         weights, optimizer = get_state_dict(self._policy, self._optimizer)
         state = {"weights": weights, "optimizer": optimizer, "num_steps_done": self._num_steps_done}
-        dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with _single_process_is_meant():
+            dcp.save(state, checkpoint_id=path, no_dist=not dist.is_initialized())
 
     def load(self, path: Path) -> None:
         """See `TrainEngine.load`."""
         weights, optimizer = get_state_dict(self._policy, self._optimizer)
         state: dict[str, Any] = {"weights": weights, "optimizer": optimizer, "num_steps_done": 0}
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        with _single_process_is_meant():
+            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
         set_state_dict(
             self._policy,
             self._optimizer,
@@ -148,3 +152,11 @@ class FSDPEngine(TrainEngine):
         if "optimizer" in parts:
             for state in self._optimizer.state.values():
                 state.update({key: value.to(device) for key, value in state.items() if value.dim() > 0})
+
+
+@contextmanager
+def _single_process_is_meant() -> Iterator[None]:
+    """Torch warns that without a process group a checkpoint is one process's, which is what one device wants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
