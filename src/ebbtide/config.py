@@ -256,9 +256,16 @@ def explain(section: Section | type[Section], key: str) -> Explanation:
         is_required=info.is_required(),
         default=default.model_dump(mode="json") if isinstance(default, Section) else default,
         value=shown,
-        text=_one_line(info.description or (nested.__doc__ if nested else "")),
+        text=_one_line(_description(owner, name) or (nested.__doc__ if nested else "")),
         known=tuple(plugins.names(kind)) if kind else tuple(nested.model_fields) if nested else (),
     )
+
+
+def _description(owner: type[Section], name: str) -> str | None:
+    """The string under a field, or under the field of a base class that it redefines."""
+    bases = (base for base in owner.__mro__ if issubclass(base, Section))
+    found = (info.description for base in bases if (info := base.model_fields.get(name)))
+    return next((text for text in found if text), None)
 
 
 def _select(info: FieldInfo, value: Any, name: str) -> tuple[type[Section], Any] | None:
@@ -323,9 +330,8 @@ def _problems(section: type[Section], tree: Any, error: ValidationError) -> Iter
             remedy = _did_you_mean([above] if above else [], name, known) or f"Known here: {', '.join(known)}"
             yield problem(where, item["input"], "no such key", remedy)
         elif item["type"] == "missing":
-            info = owner.model_fields.get(str(item["loc"][-1])) if owner else None
-            meaning = _one_line(info.description) if info and info.description else "Add it to the recipe."
-            yield f"{where}: is required and missing. {meaning}"
+            text = _description(owner, str(item["loc"][-1])) if owner else None
+            yield f"{where}: is required and missing. {_one_line(text) or 'Add it to the recipe.'}"
         else:
             alternatives.setdefault((where, repr(item["input"])), []).append(_rule(item))
     for (where, value), rules in alternatives.items():

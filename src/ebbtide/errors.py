@@ -90,6 +90,9 @@ class RunFolderError(EbbtideError, OSError):
     """The run's folder cannot be used as asked."""
 
 
+_SHOWN_CHARACTERS = 240  # of a value, so that the rule stays in sight
+
+
 def problem(where: str, value: object, rule: str, remedy: str = "") -> str:
     """One error text in the house form.
 
@@ -97,9 +100,12 @@ def problem(where: str, value: object, rule: str, remedy: str = "") -> str:
         >>> problem("optim.lr", -1.0, "must be above 0", "Typical values are 1e-6 to 1e-4")
         'optim.lr=-1.0: must be above 0. Typical values are 1e-6 to 1e-4.'
     """
+    shown = repr(value)
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[: _SHOWN_CHARACTERS // 2]} ... {shown[-_SHOWN_CHARACTERS // 2 :]}"
     sentences = [rule.rstrip(".")] + ([remedy.rstrip(".")] if remedy else [])
     end = "" if sentences[-1].endswith("?") else "."
-    return f"{where}={value!r}: " + ". ".join(sentences) + end
+    return f"{where}={shown}: " + ". ".join(sentences) + end
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ def load(kind: str, name: str) -> type[Any]:
         rule = f"no such {KINDS[kind]}; known: {', '.join(known)}"
         remedy = did_you_mean(name, known) or "A module of your own is named with its package: my_package.my_module"
         raise ConfigError(problem("type", name, rule, remedy))
-    module = _import(f"ebbtide.{kind}.{name}" if is_own else name)
+    module = importlib.import_module(f"ebbtide.{kind}.{name}") if is_own else _import(name)
     classes = [
         item
         for item in (getattr(module, attribute) for attribute in getattr(module, "__all__", dir(module)))

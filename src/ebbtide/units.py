@@ -1,10 +1,11 @@
 """The one place where numbers become text with a unit; everywhere else they are plain SI or byte counts."""
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_count", "format_seconds"]
+__all__ = ["GIB", "KIB", "MIB", "TIB", "format_bytes", "format_count", "format_seconds"]
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+TIB = 1024 * GIB
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -14,9 +15,9 @@ def format_bytes(num_bytes: float) -> str:
         >>> format_bytes(1536), format_bytes(-3 * GIB), format_bytes(12)
         ('1.5 KiB', '-3.0 GiB', '12 B')
     """
-    magnitude = abs(num_bytes)
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if magnitude >= size:
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        smaller = abs(num_bytes) / (size / KIB)
+        if round(smaller, 0 if size == KIB else 1) >= KIB:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
@@ -28,11 +29,13 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(0.0123), format_seconds(3.21), format_seconds(125), format_seconds(7322)
         ('12 ms', '3.2 s', '2:05', '2:02:02')
     """
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if round(seconds * 1000) < 1000:
+        return f"{seconds * 1000:.1f} ms" if 0 < seconds < 0.001 else f"{seconds * 1000:.0f} ms"
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
@@ -45,6 +48,7 @@ def format_count(count: float) -> str:
         ('950', '151.9k', '7.6G')
     """
     for suffix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
+        smaller = abs(count) / (size / 1000)
+        if round(smaller, 0 if size == 1e3 else 1) >= 1000:
             return f"{count / size:.1f}{suffix}"
     return f"{count:.0f}"

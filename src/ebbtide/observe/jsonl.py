@@ -1,5 +1,7 @@
 """`metrics.jsonl`: one JSON object a line, appended as each step ends, so that a killed run keeps what it had.
 
+Lines are in the order of steps; a step may have several, as its evaluation may come later than its update.
+
 A line is handed to the kernel whole or not at all: where the disk is full, the part that fitted is cut off again, the
 line waits in memory, and training goes on. Lines that wait are written before later ones, so that order holds.
 """
@@ -71,12 +73,12 @@ class MetricsFile:
         """Append one line; a value that is not finite becomes null, which JSON has instead.
 
         Raises:
-            DataError: a key that is not in the table of metrics, or a step that is not after the last one.
+            DataError: a key that is not in the table of metrics, or a step that lies before the last one.
             RunFolderError: the disk has been full for so long that no more may wait in memory; or another failure.
         """
         assert self._descriptor is not None, f"{self.path} was closed"
         check(metrics)
-        if step <= self._last_step:
+        if step < self._last_step:
             raise DataError(problem("step", step, f"metrics of step {self._last_step} are already written"))
         values = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
