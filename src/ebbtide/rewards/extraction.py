@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from ebbtide.config import Section
 from ebbtide.errors import ConfigError, problem
@@ -14,8 +14,9 @@ __all__ = ["Extract", "ExtractionSection", "extractor"]
 Extract = Literal["all", "last_number", "last_line", "answer_tag", "boxed"]
 
 # 1,234.5 and -3 and 1e-6, but not the full stop that ends a sentence.
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|-?\.\d+")
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SIGN = r"(?:(?<![\w)])-)?"  # the minus of 3-4 is no sign
+_NUMBER = re.compile(rf"{_SIGN}(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?")
+_BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
 
 
 class ExtractionSection(Section):
@@ -36,6 +37,12 @@ class ExtractionSection(Section):
             raise ConfigError(problem("pattern", pattern, f"is not a regular expression: {error}")) from error
         return pattern
 
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> "ExtractionSection":
+        if self.pattern is not None and self.extract != "all":
+            raise ConfigError(problem("extract", self.extract, "has no effect beside pattern", "Remove one of them"))
+        return self
+
 
 def extractor(section: ExtractionSection) -> Callable[[str], str | None]:
     """A function from a completion to its answer; None where there is none.
@@ -51,7 +58,7 @@ def extractor(section: ExtractionSection) -> Callable[[str], str | None]:
         "all": lambda text: text,
         "last_number": _last_number,
         "last_line": _last_line,
-        "answer_tag": _by_pattern(_TAG),
+        "answer_tag": _answer_tag,
         "boxed": _boxed,
     }[section.extract]
 
@@ -76,13 +83,21 @@ def _last_line(text: str) -> str | None:
     return lines[-1] if lines else None
 
 
+def _answer_tag(text: str) -> str | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else None
+
+
 def _boxed(text: str) -> str | None:
-    """What stands in the last complete box; braces inside it are matched."""
-    start = len(text)
-    while (start := text.rfind("\\boxed{", 0, start)) >= 0:
-        depth = 0
-        for at in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[at], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") : at]
-    return None
+    """What stands in the complete box that begins last; braces inside it are matched. One pass, whatever is written."""
+    opened: list[int | None] = []  # where the content of a box begins; None for a brace that opens no box
+    found: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace.group().endswith("{"):
+            opened.append(brace.end() if len(brace.group()) > 1 else None)
+        elif opened:
+            start = opened.pop()
+            if start is not None and (found is None or start > found[0]):
+                found = (start, brace.start())
+    return None if found is None else text[found[0] : found[1]]

@@ -45,6 +45,8 @@ class FunctionReward:
 
     def __call__(self, completions: Sequence[RewardInput]) -> Any:
         """What the function returns."""
+        if not completions:
+            return []
         turns = [_turn(completion) for completion in completions]
         arguments = _columns(completions)
         arguments["prompts"] = [prompt for prompt, _ in turns]

@@ -119,10 +119,10 @@ class RewardWorker:
         self._discard()
 
     def _exchange(self, request: bytes, limit_s: float) -> Outcome:
-        deadline = time.monotonic() + limit_s
         for _ in range(2):
             if self._pid is None:
                 self._start()
+            deadline = time.monotonic() + limit_s
             try:
                 _send(self._socket, request, deadline)
             except TimeoutError:
