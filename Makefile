@@ -33,7 +33,7 @@ check: $(VENV)/.dev  ## format, lint, types and the repository's own rules
 	$(PYTEST) -q tests/repo
 bench: $(VENV)/.dev  ## every benchmark in its quick form
 	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do echo "== $$file"; $(BIN)/python $$file --quick; done
-bench-peers: $(PEERS)/.trl  ## make the environments of the peers that benchmarks compare with
+bench-peers: $(PEERS)/.verl  ## make the environments of the peers that benchmarks compare with
 shape: $(VENV)/.dev  ## the longest files and functions
 	@$(BIN)/python scripts/shape.py
 
@@ -62,4 +62,8 @@ $(VENV)/.vllm: $(VENV)/.dev $(PLACEHOLDERS:%=%/pyproject.toml)
 $(PEERS)/.trl: benchmarks/peers/trl.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(PEERS)/.verl: benchmarks/peers/verl.txt $(PEERS)/.trl
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
