@@ -1,21 +1,28 @@
 """Log-probs, entropy and top-k of the next token from hidden states, without `[N, V]` logits.
 
-The forward walks the tokens in chunks and keeps a few numbers per token; the backward computes each chunk's logits
-again.
+`token_stats` is what a policy calls. A problem that fits one tile takes torch's own operators, which are faster there;
+a larger one goes tile by tile (`chunked.py`). `eager_token_stats` serves models whose logits cannot be avoided.
 """
 
+import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ebbtide.errors import DataError, problem
+from ebbtide.numerics.chunked import Request, given_stats, head_stats
+from ebbtide.numerics.temperature import read_temperature, scale_logits
+from ebbtide.numerics.tiles import FLOOR, LogitRule
 
-__all__ = ["Head", "TokenStats", "token_stats"]
+__all__ = ["Head", "TokenStats", "eager_token_stats", "token_stats"]
 
-_CHUNK_BYTES = 64 * 1024 * 1024
+_SMALL = 1 << 18  # elements of [N, V] up to which it is made: 1 MiB in float32, less than one tile
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +31,7 @@ class Head:
 
     Attributes:
         weight: [V, D]; may be the embedding's own (tied), may be frozen.
-        bias: [V], or None.
+        bias: [V], or None. Minus infinity masks a token.
         softcap: logits become `softcap * tanh(logits / softcap)`, as in Gemma; None switches it off.
         logit_scale: multiplies the logits, as in Cohere; None switches it off.
     """
@@ -37,7 +44,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What is known of N next-token distributions.
+    """What is known of N next-token distributions, under the temperature.
 
     Attributes:
         logprobs: [N] float32, of the targets.
@@ -64,121 +71,161 @@ def token_stats(
     candidate_ids_NK: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> TokenStats:
-    """Log-probs of `targets_N`, and what else is asked for, differentiable in the hidden states and the head.
+    """Log-probs of `targets_N`, and what else is asked for, differentiable in hidden states, weight and bias.
+
+    Beside its results it holds one or two tiles of some MiB, and in the backward the gradients themselves (the hidden
+    states' in float32). What is kept for the backward is a few numbers a token: logits are computed again there.
+
+    Args:
+        hidden_ND: [N, D] the hidden states whose next token is wanted. In float32 over a bfloat16 head they make the
+            products float32 too.
+        head: what makes logits of them.
+        targets_N: [N] integer ids.
+        temperature: above 0; a host scalar of 1 is no work at all; a tensor has one value or N.
+        want_entropy: whether to compute the entropy.
+        entropy_grad: whether it is differentiable, which costs another tile.
+        top_k: how many of the likeliest tokens to report, 0 for none.
+        candidate_ids_NK: [N, K] ids to report instead.
+        chunk_tokens: tokens whose logits exist at one time, at most; None leaves it to the device.
 
     Raises:
-        DataError: a temperature that is not above 0, a top-k larger than V, shapes that do not fit.
+        DataError: shapes that do not fit, an id outside the vocabulary, a temperature that is not above 0, a top-k
+            larger than V. Ids and temperatures on a device are not read; there such an id gives NaN.
+
+    Example:
+        >>> hidden = torch.tensor([[1.0, 0.0]])
+        >>> head = Head(torch.tensor([[0.0, 0.0], [1.0986123, 0.0]]))  # logits 0 and log(3)
+        >>> token_stats(hidden, head, torch.tensor([1])).logprobs.exp()
+        tensor([0.7500])
     """
-    V = head.weight.shape[0]
-    if not isinstance(temperature, Tensor) and not 0 < temperature < math.inf:
-        raise DataError(problem("temperature", temperature, "must be finite and above 0"))
+    hidden_ND, weight_VD, bias_V = _product_dtypes(hidden_ND, head)
+    (N, _), V = hidden_ND.shape, weight_VD.shape[0]
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    rule = LogitRule(head.logit_scale, head.softcap, read_temperature(temperature, N, dtype))
+    _check_asked(N, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
+    request = Request(targets_N, rule, dtype, want_entropy, entropy_grad, candidate_ids_NK, top_k, chunk_tokens)
+    if N * V <= _SMALL and weight_VD.dtype == hidden_ND.dtype and (hidden_ND.dtype == dtype or not hidden_ND.is_cuda):
+        return _plain_stats(functional.linear(hidden_ND, weight_VD, bias_V), request)
+    return TokenStats(*head_stats(hidden_ND, weight_VD, bias_V, request))
+
+
+def eager_token_stats(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    want_entropy: bool = False,
+    entropy_grad: bool = True,
+    top_k: int = 0,
+    candidate_ids_NK: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> TokenStats:
+    """The same from logits, for a model that hands out nothing else; says so once, since they cost memory.
+
+    The logits are read and never written, so it does not matter how the model made them. Beside them and their gradient
+    only tiles are held: neither a scaled copy, nor one in float32, nor log-probs of the whole vocabulary.
+
+    Args:
+        logits_NV: [N, V] as the model returns them, in any float dtype.
+        targets_N: as in `token_stats`, like all that follow.
+        temperature: as there.
+        want_entropy: as there.
+        entropy_grad: as there.
+        top_k: as there.
+        candidate_ids_NK: as there.
+        chunk_tokens: as there.
+
+    Raises:
+        DataError: as in `token_stats`.
+    """
+    _say_eager()
+    if logits_NV.ndim != 2:
+        raise DataError(problem("logits.shape", tuple(logits_NV.shape), "must be [N, V]"))
+    N, V = logits_NV.shape
+    dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+    rule = LogitRule(temperature=read_temperature(temperature, N, dtype))
+    _check_asked(N, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
+    request = Request(targets_N, rule, dtype, want_entropy, entropy_grad, candidate_ids_NK, top_k, chunk_tokens)
+    if N * V <= _SMALL:
+        return _plain_stats(logits_NV.clone() if rule.temperature is not None else logits_NV, request)
+    return TokenStats(*given_stats(logits_NV, request))
+
+
+def _plain_stats(raw_NV: Tensor, request: Request) -> TokenStats:
+    """By torch's operators, from raw logits that are given up."""
+    rule = request.rule
+    logits_NV = raw_NV.to(request.dtype)
+    if rule.logit_scale is not None:
+        logits_NV = logits_NV * rule.logit_scale
+    if rule.softcap is not None:
+        logits_NV = torch.tanh(logits_NV / rule.softcap) * rule.softcap
+    all_NV = functional.log_softmax(scale_logits(logits_NV, rule.temperature), dim=-1)
+    logprobs_N = all_NV.gather(1, request.targets.long()[:, None]).squeeze(1)
+    entropy_N, ids, topk_logprobs = None, None, None
+    if request.want_entropy:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and request.entropy_grad):
+            entropy_N = -(all_NV.exp() * all_NV.clamp(min=FLOOR)).sum(-1)
+    if request.candidates is not None:
+        ids = request.candidates.to(torch.int32)
+        topk_logprobs = all_NV.gather(1, request.candidates.long())
+    elif request.top_k:
+        topk_logprobs, ids = all_NV.topk(request.top_k, dim=-1)
+        ids = ids.to(torch.int32)
+    return TokenStats(logprobs_N, entropy_N, ids, topk_logprobs)
+
+
+def _product_dtypes(hidden_ND: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias as the product wants them: what autocast says, else the wider of the two."""
+    weight_VD, bias_V = head.weight, head.bias
+    if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
+        shapes = (tuple(hidden_ND.shape), tuple(weight_VD.shape))
+        raise DataError(problem("hidden.shape, head.weight.shape", shapes, "must be [N, D] and [V, D]"))
+    if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
+        raise DataError(problem("head.bias.shape", tuple(bias_V.shape), f"must be [{weight_VD.shape[0]}]"))
+    for name, value in (("softcap", head.softcap), ("logit_scale", head.logit_scale)):
+        if value is not None and not 0 < value < math.inf:
+            remedy = "None switches it off"
+            raise DataError(problem(f"head.{name}", value, "must be finite and above 0", remedy))
+    if torch.is_autocast_enabled(hidden_ND.device.type) and hidden_ND.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(hidden_ND.device.type)
+        return hidden_ND.to(dtype), weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+    return hidden_ND.to(torch.promote_types(hidden_ND.dtype, weight_VD.dtype)), weight_VD, bias_V
+
+
+def _check_asked(
+    N: int, V: int, targets_N: Tensor, top_k: int, candidate_ids_NK: Tensor | None, chunk_tokens: int | None
+) -> None:
+    if targets_N.shape != (N,):
+        raise DataError(problem("targets.shape", tuple(targets_N.shape), f"must be [{N}], one id a hidden state"))
     if not 0 <= top_k <= V:
-        raise DataError(problem("top_k", top_k, f"must be between 0 and the vocabulary's {V}"))
-    chunk = chunk_tokens or max(1, _CHUNK_BYTES // (4 * V))
-    logprobs, entropy, topk_ids, topk_logprobs = _TokenStats.apply(
-        hidden_ND, head.weight, head.bias, head, targets_N, temperature, want_entropy, top_k, candidate_ids_NK, chunk
+        raise DataError(problem("top_k", top_k, f"must be from 0 to the vocabulary's {V}", "0 asks for none"))
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise DataError(problem("chunk_tokens", chunk_tokens, "must be at least 1", "None leaves it to the device"))
+    _check_ids("targets", targets_N, V)
+    if candidate_ids_NK is None:
+        return
+    if top_k:
+        rule = "the candidates are given, so the likeliest tokens cannot be asked for as well"
+        raise DataError(problem("top_k", top_k, rule, "Set it to 0"))
+    if candidate_ids_NK.ndim != 2 or candidate_ids_NK.shape[0] != N:
+        raise DataError(problem("candidate_ids.shape", tuple(candidate_ids_NK.shape), f"must be [{N}, K]"))
+    _check_ids("candidate_ids", candidate_ids_NK, V)
+
+
+def _check_ids(name: str, ids: Tensor, V: int) -> None:
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
+        raise DataError(problem(f"{name}.dtype", ids.dtype, "must be an integer type"))
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = (int(value) for value in ids.aminmax())
+    if low < 0 or high >= V:
+        remedy = "Check that the tokenizer is the model's"
+        raise DataError(problem(name, low if low < 0 else high, f"must be from 0 to {V - 1}, the vocabulary", remedy))
+
+
+@cache
+def _say_eager() -> None:
+    _log.warning(
+        "log-probs are computed from whole logits, since this model's head cannot be split from its backbone: "
+        "their [N, V] and their gradient's are in memory"
     )
-    if entropy is not None and not entropy_grad:
-        entropy = entropy.detach()
-    return TokenStats(logprobs, entropy, topk_ids, topk_logprobs)
-
-
-class _TokenStats(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        head: Head,
-        targets_N: Tensor,
-        temperature: float | Tensor,
-        want_entropy: bool,
-        top_k: int,
-        candidate_ids_NK: Tensor | None,
-        chunk: int,
-    ) -> tuple[Tensor | None, ...]:
-        parts: list[list[Tensor]] = [[], [], [], [], []]
-        for start in range(0, hidden_ND.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = _logits(hidden_ND[rows], weight_VD, bias_V, head, _rows(temperature, rows))[0]
-            lse = logits.logsumexp(-1)
-            parts[0].append(lse)
-            parts[1].append(logits.gather(1, targets_N[rows, None].long()).squeeze(1) - lse)
-            if want_entropy:
-                parts[2].append(lse - (torch.softmax(logits, -1) * logits).sum(-1))
-            if top_k or candidate_ids_NK is not None:
-                ids = logits.topk(top_k, -1).indices if candidate_ids_NK is None else candidate_ids_NK[rows].long()
-                parts[3].append(ids.int())
-                parts[4].append(logits.gather(1, ids) - lse[:, None])
-        lse_N, logprobs, entropy, topk_ids, topk_logprobs = (torch.cat(part) if part else None for part in parts)
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy, topk_ids)
-        ctx.head, ctx.temperature, ctx.chunk = (head.softcap, head.logit_scale), temperature, chunk
-        ctx.set_materialize_grads(False)
-        if topk_ids is not None:
-            ctx.mark_non_differentiable(topk_ids)
-        return logprobs, entropy, topk_ids, topk_logprobs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        d_logprobs, d_entropy, _, d_topk = grads
-        hidden_ND, weight_VD, bias_V, targets_N, lse, entropy, topk_ids = ctx.saved_tensors
-        d_hidden = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros(weight_VD.shape, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros(weight_VD.shape[0], dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        head = Head(weight_VD, bias_V, *ctx.head)
-        for start in range(0, hidden_ND.shape[0], ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            scale = _rows(ctx.temperature, rows)
-            logits, tanh = _logits(hidden_ND[rows], weight_VD, bias_V, head, scale)
-            logprob = logits - lse[rows, None]
-            p = logprob.exp()
-            d = torch.zeros_like(p)
-            if d_logprobs is not None:
-                d -= d_logprobs[rows, None] * p
-                d.scatter_add_(1, targets_N[rows, None].long(), d_logprobs[rows, None])
-            if d_topk is not None:
-                d -= d_topk[rows].sum(-1, keepdim=True) * p
-                d.scatter_add_(1, topk_ids[rows].long(), d_topk[rows])
-            if d_entropy is not None:
-                d -= d_entropy[rows, None] * p * (logprob + entropy[rows, None])
-            d = d / scale if not isinstance(scale, float) or scale != 1 else d
-            if tanh is not None:
-                d = d * (1 - tanh * tanh)
-            if head.logit_scale is not None:
-                d = d * head.logit_scale
-            if d_hidden is not None:
-                d_hidden[rows] = (d @ weight_VD.float()).to(d_hidden.dtype)
-            if d_weight is not None:
-                d_weight.addmm_(d.T, hidden_ND[rows].float())
-            if d_bias is not None:
-                d_bias += d.sum(0)
-        return (
-            d_hidden,
-            None if d_weight is None else d_weight.to(weight_VD.dtype),
-            None if d_bias is None else d_bias.to(bias_V.dtype),
-            *([None] * 7),
-        )
-
-
-def _rows(temperature: float | Tensor, rows: slice) -> float | Tensor:
-    if isinstance(temperature, Tensor) and temperature.ndim:
-        return temperature[rows, None]
-    return temperature
-
-
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float | Tensor
-) -> tuple[Tensor, Tensor | None]:
-    logits = hidden.float() @ weight.float().T
-    if bias is not None:
-        logits += bias.float()
-    if head.logit_scale is not None:
-        logits *= head.logit_scale
-    tanh = None
-    if head.softcap is not None:
-        tanh = torch.tanh(logits / head.softcap)
-        logits = tanh * head.softcap
-    if isinstance(temperature, Tensor) or temperature != 1:
-        logits /= temperature
-    return logits, tanh
