@@ -369,7 +369,10 @@ def test_no_worker_outlives_its_parent(how: str, tmp_path: Path) -> None:
     deadline = time.monotonic() + 5
     while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not any(_is_running(pid) for pid in pids)
+    left = [pid for pid in pids if _is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def _is_running(pid: int) -> bool:

@@ -15,7 +15,6 @@ executed in the parent.
 """
 
 import ctypes
-import gc
 import json
 import os
 import pickle
@@ -246,7 +245,6 @@ def _settle(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    gc.freeze()  # else the collector would touch, and so copy, every page that is shared with the parent
     torch.set_num_threads(1)  # OpenMP's threads were not forked; a second one would be waited for without end
 
 

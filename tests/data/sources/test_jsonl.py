@@ -116,8 +116,8 @@ def test_a_fork_may_read_the_same_file(tmp_path: Path) -> None:
     source = _source(_write(tmp_path / "a.jsonl", *({"prompt": f"p{number}", "answer": "x"} for number in range(500))))
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if all(source[i]["prompt"] == f"p{i}" for _ in range(20) for i in range(500)) else 1)
-    assert all(source[i]["prompt"] == f"p{i}" for _ in range(20) for i in reversed(range(500)))
+        os._exit(0 if all(source[i]["prompt"] == f"p{i}" for _ in range(100) for i in range(500)) else 1)
+    assert all(source[i]["prompt"] == f"p{i}" for _ in range(100) for i in reversed(range(500)))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
