@@ -8,7 +8,7 @@ silent beyond the deadline ends both calls with `WeightSyncError`.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -41,12 +41,16 @@ class PushReport:
         num_bytes: payload, counted once whatever the number of receivers.
         num_tensors: weights.
         seconds: from the first frame to the last acknowledgement.
+        kind: all weights, only those that changed, or an adapter's.
+        digest: over all buckets, the same on both sides; None where the push had none.
     """
 
     version: int
     num_bytes: int
     num_tensors: int
     seconds: float
+    kind: Literal["full", "delta", "adapter"] = "full"
+    digest: int | None = None
 
 
 class WeightSender(Protocol):

@@ -8,7 +8,7 @@ import xxhash
 
 from ebbtide.weightsync.messages import Entry
 
-__all__ = ["bucket_digest", "chain", "tensor_digest"]
+__all__ = ["bucket_digest", "chain", "hex_digest", "tensor_digest"]
 
 _ENTRIES = msgspec.msgpack.Encoder()
 
@@ -38,3 +38,13 @@ def chain(total: int | None, digest: int | None) -> int | None:
 def tensor_digest(payload: memoryview, description: str) -> bytes:
     """128 bits over a weight's bytes and its dtype and shape, to tell whether it changed since the last push."""
     return xxhash.xxh3_128_digest(payload, seed=xxhash.xxh3_64_intdigest(description.encode()))
+
+
+def hex_digest(digest: int | None) -> str:
+    """As logs show it.
+
+    Example:
+        >>> hex_digest(255), hex_digest(None)
+        ('00000000000000ff', 'none')
+    """
+    return "none" if digest is None else f"{digest:016x}"

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from ebbtide.errors import EbbtideError
 from ebbtide.weightsync import accelerator
 
-__all__ = ["Wake", "Worker"]
+__all__ = ["Wake", "Worker", "describe"]
 
 T = TypeVar("T")
 
@@ -73,3 +74,8 @@ class Worker:
 def _on_device(index: int | None, call: Callable[[], T]) -> T:
     accelerator.use(index)
     return call()
+
+
+def describe(error: BaseException) -> str:
+    """An error as the other side is told it; ours say where they come from in their own words."""
+    return str(error) if isinstance(error, EbbtideError) else f"{type(error).__name__}: {error}"

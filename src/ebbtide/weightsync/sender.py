@@ -1,0 +1,400 @@
+"""The sender's shell: carries out what its machine decides, over a listening socket and a buffer of some medium.
+
+Blocking at heart, so that a plain loop can use it; `send` runs it in a thread of its own and leaves the event loop
+free. One object serves all pushes of a run, to a fixed number of receivers.
+"""
+
+import logging
+import os
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from ebbtide.errors import WeightSyncError, problem
+from ebbtide.weightsync.base import DEFAULT_DEADLINE_S, NamedTensor, PushReport
+from ebbtide.weightsync.buckets import ALIGNMENT, Filler
+from ebbtide.weightsync.delta import ChangeFilter
+from ebbtide.weightsync.digests import bucket_digest, hex_digest
+from ebbtide.weightsync.link import Link, Listener
+from ebbtide.weightsync.machine.events import (
+    Arrived,
+    Broke,
+    Connected,
+    Died,
+    Drop,
+    Expired,
+    Fail,
+    Fill,
+    Filled,
+    Finish,
+    Free,
+    MakePlan,
+    Malformed,
+    Planned,
+    Quit,
+    Recycle,
+    Send,
+    Start,
+)
+from ebbtide.weightsync.machine.sender import NUM_HALVES, SenderAction, SenderEvent, SenderState, sender_step
+from ebbtide.weightsync.medium import SendBuffer
+from ebbtide.weightsync.messages import Adapter, Bucket, Frame, MalformedFrameError, Plan
+from ebbtide.weightsync.worker import Wake, Worker, describe
+
+__all__ = ["HOST_BUCKET_BYTES", "SenderOptions", "SocketSender"]
+
+HOST_BUCKET_BYTES = 4 << 20
+"""For host memory: two halves that stay in the last-level cache beat larger ones, see benchmarks/weightsync.py."""
+
+_LOG = logging.getLogger("ebbtide.weightsync")
+_FAREWELL_S = 1.0  # how long `close` waits for receivers that still have a buffer mapped
+
+
+@dataclass(frozen=True, slots=True)
+class SenderOptions:
+    """How to push.
+
+    Attributes:
+        run: names the run; receivers of another are not let in.
+        num_receivers: how many take part in every push, ranks 0 to num_receivers - 1.
+        bucket_bytes: of one half-buffer, a multiple of 64; two of them are the memory that a push takes.
+        keep_buffer: keep the buffer, and every receiver's mapping of it, between pushes.
+        has_digest: send a checksum with each bucket, which receivers check before they load it.
+        is_delta: send only what changed, where every receiver holds the version of the last push.
+        deadline_s: how long to wait for anything to move.
+        is_debug: overwrite each half-buffer with NaN when everyone has loaded it, so that a kept view is seen.
+    """
+
+    run: str = "ebbtide"
+    num_receivers: int = 1
+    bucket_bytes: int = HOST_BUCKET_BYTES
+    keep_buffer: bool = True
+    has_digest: bool = False
+    is_delta: bool = False
+    deadline_s: float = DEFAULT_DEADLINE_S
+    is_debug: bool = False
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("num_receivers", self.num_receivers >= 1, "a push has at least 1 receiver"),
+            ("bucket_bytes", self.bucket_bytes > 0 and self.bucket_bytes % ALIGNMENT == 0, "a multiple of 64 above 0"),
+            ("deadline_s", self.deadline_s > 0, "must be above 0"),
+        )
+        broken = [problem(f"weightsync.{name}", getattr(self, name), rule) for name, holds, rule in rules if not holds]
+        if broken:
+            raise WeightSyncError("\n".join(broken))
+
+
+@dataclass(slots=True)
+class _Push:
+    """What one call of `send` is about."""
+
+    version: int
+    weights: Iterable[NamedTensor]
+    adapter: Adapter | None
+    start: float
+    filler: Filler | None = None
+    plan: Plan | None = None
+    is_over: bool = False
+    failure: str | None = None
+    cause: BaseException | None = None
+
+
+class SocketSender:
+    """Pushes weights to receivers in other processes.
+
+    Args:
+        listener: where receivers connect; closed with this object.
+        make_buffer: makes a buffer of the given generation; called before the first push and after a failed one.
+        options: how to push.
+    """
+
+    def __init__(
+        self, listener: Listener, make_buffer: Callable[[int], SendBuffer], options: SenderOptions | None = None
+    ) -> None:
+        self._options = options or SenderOptions()
+        self._listener = listener
+        self._make_buffer = make_buffer
+        self._state = SenderState(
+            run=self._options.run,
+            num_receivers=self._options.num_receivers,
+            keeps_buffer=self._options.keep_buffer,
+            token=listener.token,
+            pid=os.getpid(),
+        )
+        self._links: dict[int, Link] = {}
+        self._numbers: dict[int, int] = {}  # descriptor -> link
+        self._next_number = 0
+        self._buffers: dict[int, SendBuffer] = {}
+        self._changes = ChangeFilter() if self._options.is_delta else None
+        self._wake = Wake()
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+        self._worker = Worker("ebbtide-send")
+        self._push: _Push | None = None
+        self._expires = 0.0
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """What receivers connect to; over TCP it contains the secret that lets them in."""
+        return self._listener.address
+
+    @property
+    def num_live_buffers(self) -> int:
+        """Buffers not freed: 1 where kept between pushes, more where a receiver has not let go of an old one."""
+        return len(self._buffers)
+
+    async def send(self, weights: Iterable[NamedTensor], version: int) -> PushReport:
+        """Push all weights; the event loop stays free, `weights` is iterated in a thread of this object.
+
+        Raises:
+            WeightSyncError: a receiver failed, died, was silent beyond the deadline or wants another version, or
+                `weights` raised. Receivers whose weights are torn know it; the next push starts anew.
+        """
+        return await self._worker.run(partial(self.send_blocking, weights, version), self.cancel)
+
+    async def send_adapter(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter) -> PushReport:
+        """Push a LoRA adapter's weights alone, to receivers that have complete base weights."""
+        return await self._worker.run(partial(self.send_blocking, weights, version, adapter), self.cancel)
+
+    def send_blocking(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter | None = None) -> PushReport:
+        """`send`, or `send_adapter` where an adapter is given, for a plain loop."""
+        if self._is_closed or self._push is not None:
+            rule = "this sender is closed" if self._is_closed else "another push is under way"
+            raise WeightSyncError(problem("push.version", version, rule))
+        self._wake.clear()
+        push = self._push = _Push(version, weights, adapter, time.monotonic())
+        try:
+            self._tell(Start(version))
+            while not push.is_over:
+                for event in self._wait():
+                    self._tell(event)
+            return self._report(push)
+        except BaseException:
+            if not push.is_over:  # an interrupt in this thread: receivers must not wait for what will not come
+                self._tell(Broke("cancelled", "the sender was interrupted"))
+            raise
+        finally:
+            if push.filler is not None:
+                push.filler.close()
+            if push.failure is not None and self._changes is not None:
+                self._changes.abort()
+            self._push = None
+
+    def cancel(self) -> None:
+        """End the push under way, from another thread; its call raises."""
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Tell every receiver, wait a moment for those that have a buffer mapped, free everything."""
+        if not self._is_closed:
+            await self._worker.run(self.close_blocking, self.cancel)
+
+    def close_blocking(self) -> None:
+        """`close` for a plain loop; calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._tell(Quit())
+        self._expires = time.monotonic() + _FAREWELL_S
+        while self._links and time.monotonic() < self._expires:
+            for event in self._wait():
+                if not isinstance(event, Broke | Expired):
+                    self._tell(event)
+        if self._links:
+            ranks = sorted(link.rank for link in self._state.links.values() if link.rank is not None)
+            _LOG.warning("receivers %s still had the push's buffer mapped when the sender closed", ranks)
+        for link in self._links.values():
+            link.close()
+        for buffer in self._buffers.values():
+            buffer.free()
+        self._links.clear()
+        self._buffers.clear()
+        self._listener.close()
+        self._wake.close()
+        self._worker.close()
+
+    def _report(self, push: _Push) -> PushReport:
+        if push.failure is not None:
+            remedy = "Receivers refuse to generate until a complete push"
+            raise WeightSyncError(problem("push.version", push.version, push.failure, remedy)) from push.cause
+        assert push.plan is not None
+        assert push.filler is not None
+        if self._changes is not None and push.adapter is None:
+            self._changes.commit(push.version)
+        seconds = time.monotonic() - push.start
+        kind: Literal["full", "delta", "adapter"] = push.plan.kind
+        _LOG.info(
+            "sent version %d: %s, %d bytes in %d tensors, %.3f s, digest %s",
+            *(
+                push.version,
+                kind,
+                push.filler.num_bytes,
+                push.filler.num_tensors,
+                seconds,
+                hex_digest(self._state.digest),
+            ),
+        )
+        return PushReport(
+            push.version, push.filler.num_bytes, push.filler.num_tensors, seconds, kind, self._state.digest
+        )
+
+    # From the machine to the world.
+
+    def _tell(self, event: SenderEvent) -> None:
+        events: deque[SenderEvent] = deque([event])
+        while events:
+            before = self._state.progress
+            self._state, actions = sender_step(self._state, events.popleft())
+            for action in actions:
+                events.extend(self._do(action))
+            events.extend(self._move(actions))
+            if self._state.progress != before:
+                self._expires = time.monotonic() + self._options.deadline_s
+
+    def _do(self, action: SenderAction) -> list[SenderEvent]:
+        match action:
+            case Send(number, frame):
+                self._send(number, frame)
+            case Drop(number):
+                self._drop(number)
+            case MakePlan(generation, holds):
+                return self._attempt("plan", partial(self._make_plan, generation, holds))
+            case Fill(index):
+                return self._attempt("weights", partial(self._fill, index))
+            case Recycle(index):
+                if self._options.is_debug:
+                    self._buffers[self._state.generation].poison(index % NUM_HALVES)
+            case Free(generation):
+                if (buffer := self._buffers.pop(generation, None)) is not None:
+                    buffer.free()
+            case Finish():
+                self._end(None)
+            case Fail(text):
+                self._end(text)
+        return []
+
+    def _move(self, actions: Sequence[SenderAction]) -> list[SenderEvent]:
+        """What the medium does once a plan or a bucket has been announced to everyone."""
+        frames = [action.frame for action in actions if isinstance(action, Send)]
+        buffer = self._buffers.get(self._state.generation)
+        if buffer is None:
+            return []
+        if any(isinstance(frame, Plan) and frame.buffer is not None for frame in frames):
+            return self._attempt("map", buffer.meet)
+        if bucket := next((frame for frame in frames if isinstance(frame, Bucket)), None):
+            half = bucket.index % NUM_HALVES
+            return self._attempt("transfer", partial(buffer.deliver, half, bucket.num_bytes))
+        return []
+
+    def _end(self, failure: str | None) -> None:
+        assert self._push is not None
+        self._push.is_over, self._push.failure = True, failure
+
+    def _attempt(self, kind: str, act: Callable[[], SenderEvent | None]) -> list[SenderEvent]:
+        """Do what runs others' code; whatever it raises ends the push on every side."""
+        try:
+            event = act()
+        except Exception as error:  # noqa: BLE001  # raised again, as the cause of the push's error
+            if self._push is not None:
+                self._push.cause = error
+            return [Broke(kind, describe(error))]
+        return [] if event is None else [event]
+
+    def _send(self, number: int, frame: Frame) -> None:
+        link = self._links.get(number)
+        if link is None:
+            return
+        descriptors: tuple[int, ...] = ()
+        if isinstance(frame, Plan) and frame.buffer is not None:
+            descriptors = self._buffers[self._state.generation].descriptors
+        # A peer that is gone is told by the end of its connection, after whatever it said last.
+        link.send(frame, descriptors, self._options.deadline_s)
+
+    def _drop(self, number: int) -> None:
+        if (link := self._links.pop(number, None)) is not None:
+            self._poll.unregister(link)
+            del self._numbers[link.fileno()]
+            link.close()
+
+    def _make_plan(self, generation: int, holds: tuple[int | None, ...]) -> SenderEvent:
+        push, options = self._push, self._options
+        assert push is not None
+        if generation not in self._buffers:
+            self._buffers[generation] = self._make_buffer(generation)
+        kind: Literal["full", "delta", "adapter"] = "full" if push.adapter is None else "adapter"
+        weights, base = push.weights, None
+        if self._changes is not None and push.adapter is None:
+            base = self._changes.base
+            if base is not None and all(held == base for held in holds):
+                kind = "delta"
+            weights = self._changes.select(weights, is_full=kind == "full")
+        push.filler = Filler(weights, options.bucket_bytes)
+        push.plan = Plan(
+            version=push.version,
+            kind=kind,
+            base=base if kind == "delta" else None,
+            bucket_bytes=options.bucket_bytes,
+            keeps_buffer=options.keep_buffer,
+            has_digest=options.has_digest,
+            buffer=self._buffers[generation].handle,
+            adapter=push.adapter,
+        )
+        return Planned(push.plan)
+
+    def _fill(self, index: int) -> SenderEvent:
+        push = self._push
+        assert push is not None
+        assert push.filler is not None
+        buffer, half = self._buffers[self._state.generation], index % NUM_HALVES
+        entries, num_bytes, is_last = push.filler.fill(partial(buffer.write, half))
+        buffer.synchronize()
+        digest = bucket_digest(buffer.payload(half, num_bytes), entries) if self._options.has_digest else None
+        return Filled(Bucket(index, entries, num_bytes, is_last, digest))
+
+    # From the world to the machine.
+
+    def _wait(self) -> list[SenderEvent]:
+        remaining = self._expires - time.monotonic()
+        ready = self._poll.poll(max(0.0, remaining * 1000))
+        if not ready:
+            return [Expired()] if time.monotonic() >= self._expires else []
+        events: list[SenderEvent] = []
+        for fd, _ in ready:
+            if fd == self._wake.fileno():
+                self._wake.clear()
+                events.append(Broke("cancelled", "its caller left"))
+            elif fd == self._listener.fileno():
+                events += self._accept()
+            elif fd in self._numbers:
+                events += self._read(self._numbers[fd])
+        return events
+
+    def _accept(self) -> list[SenderEvent]:
+        link = self._listener.accept()
+        if link is None:
+            return []
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._links[number], self._numbers[link.fileno()] = link, number
+        self._poll.register(link, select.POLLIN)
+        return [Connected(number)]
+
+    def _read(self, number: int) -> list[SenderEvent]:
+        events: list[SenderEvent] = []
+        link = self._links[number]
+        for item in link.receive():
+            if item is None:
+                events.append(Died(number))
+            elif isinstance(item, MalformedFrameError):
+                events.append(Malformed(number, str(item)))
+            else:
+                events.append(Arrived(number, item))
+        for fd in link.take_descriptors():  # no receiver has any to give
+            os.close(fd)
+        return events
