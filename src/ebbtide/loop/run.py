@@ -64,8 +64,12 @@ def train(recipe: Recipe, path: Path, *, existing: Literal["refuse", "overwrite"
     with Rewards(recipe.rewards) as rewards, RunFolder.create(path, recipe, existing=existing) as folder:
         saved = _newest_checkpoint(folder) if existing == "resume" else None
         keep_through_step = None if saved is None else saved.step
-        with Watch(recipe, folder, keep_through_step=keep_through_step) as watch, _immediate_interrupts():
-            return asyncio.run(_Run(recipe, folder, rewards, watch).run(saved))
+        data = build_data(recipe)
+        with (
+            Watch(recipe, folder, data.decode_one, keep_through_step=keep_through_step) as watch,
+            _immediate_interrupts(),
+        ):
+            return asyncio.run(_Run(recipe, folder, data, rewards, watch).run(saved))
 
 
 @contextmanager
@@ -88,24 +92,25 @@ def _immediate_interrupts() -> Iterator[None]:
 class _Run:
     """One run in progress."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, rewards: Rewards, watch: Watch) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, data: Data, rewards: Rewards, watch: Watch) -> None:
         self.recipe = recipe
         self.folder = folder
+        self.data = data
         self.rewards = rewards
         self.watch = watch
         self.started = time.monotonic()
 
     async def run(self, saved: "_Checkpoint | None") -> RunResult:
-        data = build_data(self.recipe)
-        ledger = Ledger(data.device)
-        parts = build(self.recipe, data, self._start_model(data, ledger), self.rewards, ledger)
+        ledger = Ledger(self.data.device)
+        parts = build(self.recipe, self.data, self._start_model(ledger), self.rewards, ledger)
         try:
             first_step = 0
             if saved is not None:
                 first_step = _restore(parts, saved)
             await push(parts.engine.named_weights(), parts.transport, parts.rollout, first_step)
             before = await self._evaluate_both(parts, first_step)
-            await self._steps(parts, first_step)
+            with self.watch.stage("reinforce", self.recipe.steps, done=first_step):
+                await self._steps(parts, first_step)
             after = await self._evaluate_both(parts, self.recipe.steps)
             self._export(parts, self.folder.final)
         finally:
@@ -114,9 +119,9 @@ class _Run:
         self.watch.finished(before, after, result.seconds)
         return result
 
-    def _start_model(self, data: Data, ledger: Ledger) -> ModelSection:
+    def _start_model(self, ledger: Ledger) -> ModelSection:
         """The weights that reinforcement starts from: the recipe's, or those that its warm-up makes of them."""
-        recipe, warmup = self.recipe, self.recipe.warmup
+        recipe, data, warmup = self.recipe, self.data, self.recipe.warmup
         target = self.folder.path / "warmup"
         if warmup is None:
             return recipe.model
@@ -124,8 +129,9 @@ class _Run:
             optim = recipe.optim.model_copy(update={"lr": warmup.lr, "schedule": "linear", "warmup_steps": 0})
             supervised = recipe.model_copy(update={"optim": optim})
             engine = build_engine(supervised, data.device, recipe.model, warmup.steps)
-            with ledger.phase("warmup"), self.watch.warmup(warmup.steps) as on_step:
-                warm_up(warmup, engine, data.prompts, recipe.seed, data.encode, data.eos_ids[0], on_step)
+            with ledger.phase("warmup"), self.watch.stage("warm-up", warmup.steps):
+                loss = warm_up(warmup, engine, data.prompts, recipe.seed, data.encode, data.eos_ids[0], self.watch.show)
+            self.watch.write(0, {"warmup/loss_nats": loss} | ledger.step_metrics())
             save_checkpoint(target, engine.named_weights(), data.model_config, data.tokenizer)
             engine.close()
         return recipe.model.model_copy(update={"path": str(target), "architecture": None, "alphabet": None})
@@ -144,7 +150,9 @@ class _Run:
             if every_eval and done % every_eval == 0 and not is_last:
                 metrics |= (await self._evaluate(parts, self.recipe.eval.temperature)).metrics()
             metrics |= parts.ledger.step_metrics()
-            self.watch.step(done, metrics | _speed(report, seconds, metrics), report)
+            for message in report.messages:
+                self.watch.warn(message)
+            self.watch.write(done, metrics | _speed(report, seconds, metrics))
             self._stop_if_broken(parts, done, num_skipped_in_row)
             if every_save and done % every_save == 0:
                 self._save(parts, done)
@@ -166,7 +174,8 @@ class _Run:
         sampled = await self._evaluate(parts, self.recipe.eval.temperature)
         greedy = await self._evaluate(parts, 0.0)
         metrics = sampled.metrics() | {"eval/greedy_accuracy": greedy.accuracy} | parts.ledger.step_metrics()
-        self.watch.evaluated(step, metrics, sampled)
+        self.watch.write(step, metrics)
+        self.watch.samples(step, sampled)
         return sampled, greedy
 
     def _stop_if_broken(self, parts: Parts, step: int, num_skipped_in_row: int) -> None:

@@ -1,6 +1,6 @@
 """Supervised training on demonstrations, before reinforcement: it writes a checkpoint that the run starts from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,19 @@ def warm_up(
     seed: int,
     encode: Callable[[str], Sequence[int]],
     eos: int,
-    on_step: Callable[[int, float], None],
+    on_step: Callable[[int, Mapping[str, float]], None],
 ) -> float:
-    """Train for the section's steps; the last step's loss in nats a token. `on_step` gets each step and its loss."""
+    """Train for the section's steps; the last step's loss in nats a token.
+
+    Args:
+        section: how long and how fast.
+        engine: on the initial weights, with the warm-up's own schedule.
+        prompts: of a source with demonstrations.
+        seed: of the order.
+        encode: text to token ids.
+        eos: token that ends a demonstration.
+        on_step: called with each step, counted from 1, and its loss.
+    """
     sampler = Sampler(len(prompts), section.examples, seed)
     loss = SFT(SFT.Config())
     last = float("nan")
@@ -52,5 +62,5 @@ def warm_up(
         outputs = engine.forward_backward(batch, loss)
         engine.optim_step()
         last = sum(float(output.loss) for output in outputs)
-        on_step(step, last)
+        on_step(step + 1, {"warmup/loss_nats": last})
     return last

@@ -1,4 +1,4 @@
-"""What a run tells: metrics to their files and loggers, progress to the console, and the report at the end."""
+"""What a run tells: metrics to their file and loggers, progress to the console, samples and report to the folder."""
 
 import json
 import logging
@@ -7,68 +7,93 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from ebbtide import plugins
 from ebbtide.loop.evaluate import Evaluation
-from ebbtide.loop.sync import StepReport
+from ebbtide.observe.console import Console
 from ebbtide.observe.jsonl import MetricsFile
+from ebbtide.observe.loggers import Loggers
+from ebbtide.observe.metrics import check
 from ebbtide.observe.run_folder import RunFolder
-from ebbtide.observe.sinks.base import Sink
 from ebbtide.recipe import Recipe
+from ebbtide.units import format_seconds
 
 __all__ = ["Watch"]
 
 _log = logging.getLogger(__name__)
+_NUM_SAMPLES = 8
 
 
 class Watch:
-    """Fans out; closing it writes what there is, also after an error or an interrupt."""
+    """Fans out; closing it flushes what there is, also after an error or an interrupt."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, *, keep_through_step: int | None) -> None:
-        tree = recipe.model_dump(mode="json")
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        decode: Callable[[list[int]], str],
+        *,
+        keep_through_step: int | None = None,
+    ) -> None:
+        """decode: token ids to text. keep_through_step: the last step of an earlier part of the run that counts."""
         self._folder = folder
-        self._recipe = recipe
+        self._decode = decode
+        self._console = Console(progress=recipe.observe.progress)
         self._file = MetricsFile(folder.metrics, keep_through_step=keep_through_step)
-        self._sinks: list[Sink] = [
-            plugins.load("observe.sinks", sink.type)(sink, folder=folder.path, recipe=tree)
-            for sink in recipe.observe.sinks
-        ]
+        self._loggers = Loggers(recipe.observe.sinks, folder.path, recipe.model_dump(mode="json"))
+        self._show: Callable[[int, Mapping[str, float]], None] | None = None
 
     @contextmanager
-    def warmup(self, num_steps: int) -> Iterator[Callable[[int, float], None]]:
-        """Around the warm-up; gives what is called with each step and its loss."""
+    def stage(self, name: str, num_steps: int, *, done: int = 0) -> Iterator[None]:
+        """Around a stage of the run, for the console."""
+        with self._console.stage(name, num_steps, done=done) as self._show:
+            try:
+                yield
+            finally:
+                self._show = None
 
-        def on_step(step: int, loss: float) -> None:
-            if step + 1 == num_steps:
-                _log.info("warm-up: %d steps, loss %.3f nats a token", num_steps, loss)
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Progress alone: nothing is kept."""
+        if self._show is not None:
+            self._show(step, metrics)
 
-        yield on_step
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Progress, and to all loggers."""
+        check(metrics)
+        self._file.write(step, metrics)
+        self._loggers.write(step, metrics)
+        self.show(step, metrics)
 
-    def step(self, step: int, metrics: Mapping[str, float], report: StepReport) -> None:
-        """After each step, counted from 1."""
-        for message in report.messages:
-            _log.warning(message)
-        self._write(step, metrics)
+    def warn(self, message: str) -> None:
+        """Something went wrong that does not end the run."""
+        _log.warning(message)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], sampled: Evaluation) -> None:
-        """After the evaluations before the first and after the last step."""
-        self._write(step, metrics)
+    def samples(self, step: int, evaluation: Evaluation) -> None:
+        """Keep a few held-out completions, for a person to read."""
         with self._folder.samples.open("a", encoding="utf-8") as file:
-            for group in sampled.groups[:8]:
+            for group in evaluation.groups[:_NUM_SAMPLES]:
                 assert group.rewards is not None, group.prompt.index
-                line = {"step": step, "prompt": group.prompt.row["prompt"], "reward": float(group.rewards[0])}
+                line = {
+                    "step": step,
+                    "prompt": group.prompt.row["prompt"],
+                    "completion": self._decode(group.completions[0].token_ids.tolist()),
+                    "reward": float(group.rewards[0]),
+                }
                 file.write(json.dumps(line) + "\n")
 
     def finished(
         self, before: tuple[Evaluation, Evaluation], after: tuple[Evaluation, Evaluation], seconds: float
     ) -> None:
-        """At the end of a whole run."""
-        _log.info("accuracy %.3f -> %.3f in %.0f s", before[0].accuracy, after[0].accuracy, seconds)
+        """The table at the end of a whole run."""
+        names = ("as it samples", "greedy")
+        rows = [[name, _share(first), _share(last)] for name, first, last in zip(names, before, after, strict=True)]
+        self._console.table("Held-out accuracy", ["", "before", "after"], rows)
+        self._console.line(f"{format_seconds(seconds)} in all; the run is in {self._folder.path}")
 
     def close(self) -> None:
         """Flush everything."""
-        self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        try:
+            self._loggers.close()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +103,7 @@ class Watch:
     ) -> None:
         self.close()
 
-    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(step, metrics)
-        for sink in self._sinks:
-            sink.write(step, metrics)
+
+def _share(evaluation: Evaluation) -> str:
+    low, high = evaluation.interval
+    return f"{evaluation.accuracy:6.1%} [{low:.1%}, {high:.1%}] of {evaluation.num_prompts}"
