@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,9 @@ class Machine:
 
 
 def environment() -> dict[str, Any]:
-    """Everything above as one JSON-ready mapping, with the command line."""
+    """Everything here as one JSON-ready mapping, with the time and the command line."""
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": versions(),
         "machine": asdict(machine()),
