@@ -8,7 +8,7 @@ Nothing that requires grad survives a microbatch, so memory does not grow with t
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ebbtide.algorithms.base import LossInputs, Needs
 from ebbtide.config import Component
-from ebbtide.data.microbatch import Microbatch, microbatches, spread
+from ebbtide.data.microbatch import Microbatch, Microbatches, microbatches, spread
 from ebbtide.device import Device
-from ebbtide.errors import EngineError, problem
+from ebbtide.errors import DataError, EngineError, problem
 from ebbtide.numerics.logprobs import TokenStats
 from ebbtide.recipe import ModelSection, OptimSection
 from ebbtide.types import BatchCounts, Ratio, TrainBatch
@@ -153,21 +153,21 @@ class TrainEngine(ABC):
         Raises:
             EngineError: a sequence is longer than the token budget; the loss does not reach the weights.
         """
-        counts = self._count(batch)
+        counts, pieces = self._agree(batch)
         outputs: dict[int, MicrobatchOutput] = {}
 
         def finish(microbatch: Microbatch, stats: TokenStats) -> Tensor:
+            if microbatch.is_filler:
+                return stats.logprobs.sum() * 0.0
             output, live_loss = self._judge(microbatch, stats, counts, loss)
             outputs[microbatch.index] = output
             return live_loss
 
-        max_tokens, device = self._config.max_tokens_per_microbatch, self.setting.device.torch
-        pieces = microbatches(batch, max_tokens, device, keep_groups=self._config.share_prompts)
         self._run_microbatches(pieces, finish, loss.needs)
-        return [outputs[index] for index in sorted(outputs)]
+        return self._shared([outputs[index] for index in sorted(outputs)])
 
     @abstractmethod
-    def _run_microbatches(self, microbatches: Iterable[Microbatch], finish: Finish, needs: Needs) -> None:
+    def _run_microbatches(self, microbatches: Microbatches, finish: Finish, needs: Needs) -> None:
         """Forward, `finish` and backward of each; gradients accumulate."""
 
     @abstractmethod
@@ -202,14 +202,38 @@ class TrainEngine(ABC):
     def close(self) -> None:
         """Release everything; calling it again does nothing."""
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        """[n] summed over the ranks that hold different sequences; one rank has nothing to add."""
+    def _over_data_ranks(self, values: list[int], op: Literal["sum", "max"]) -> list[int]:
+        """The values reduced over the ranks that hold different sequences; one rank has nobody to ask."""
+        del op
         return values
 
-    def _count(self, batch: TrainBatch) -> BatchCounts:
+    def _shared(self, outputs: list[MicrobatchOutput]) -> list[MicrobatchOutput]:
+        """The outputs on every rank that holds these sequences, where not all of them compute the loss."""
+        return outputs
+
+    def _agree(self, batch: TrainBatch) -> tuple[BatchCounts, Microbatches]:
+        """Counts of the global batch, and this rank's microbatches: as many as on every other rank, by fillers.
+
+        Raises:
+            DataError: this rank's batch cannot be cut.
+            EngineError: another rank's cannot, so that no rank is left waiting for it.
+        """
         local = batch.counts(self.setting.max_completion_tokens)
-        total = self._sum_over_ranks(torch.tensor([local.num_tokens, local.num_sequences]))
-        return BatchCounts(int(total[0]), int(total[1]), local.max_completion_tokens)
+        pieces, failure = None, None
+        try:
+            max_tokens, device = self._config.max_tokens_per_microbatch, self.setting.device.torch
+            pieces = microbatches(batch, max_tokens, device, keep_groups=self._config.share_prompts)
+        except DataError as error:
+            failure = error
+        totals = self._over_data_ranks([local.num_tokens, local.num_sequences, int(failure is not None)], "sum")
+        if failure is not None:
+            raise failure
+        if totals[2]:
+            rule = f"{totals[2]} other ranks could not cut their part of it"
+            raise EngineError(problem("batch", batch.num_sequences, rule, "Their own errors say why"))
+        assert pieces is not None
+        (num,) = self._over_data_ranks([len(pieces)], "max")
+        return BatchCounts(totals[0], totals[1], local.max_completion_tokens), pieces.filled_up(num)
 
     def _judge(
         self, microbatch: Microbatch, stats: TokenStats, counts: BatchCounts, loss: Loss
@@ -232,14 +256,18 @@ class TrainEngine(ABC):
                 "logprobs do not require grad" if not stats.logprobs.requires_grad else "the algorithm detached them"
             )
             raise EngineError(problem(f"microbatches[{microbatch.index}].loss", float(live_loss), rule, where))
+        self._check_reach(live_loss, f"microbatches[{microbatch.index}].loss")
+
+    def _check_reach(self, live: Tensor, where: str) -> None:
+        """Once a run: the graph of the loss, or of a stage's output, ends in every weight that it should train."""
         if self._has_checked_reach:
             return
-        reached = _leaves(live_loss)
+        reached = _leaves(live)
         unreached = [name for name, weight in self._trained_weights() if id(weight) not in reached]
         if unreached:
             rule = f"its graph does not reach {len(unreached)} trained weights, the first of them {unreached[0]}"
             remedy = "Freeze what is not used, or look for a detach between the weights and the loss"
-            raise EngineError(problem(f"microbatches[{microbatch.index}].loss", float(live_loss), rule, remedy))
+            raise EngineError(problem(where, float(live.detach().sum()), rule, remedy))
         self._has_checked_reach = True
 
     def _trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:

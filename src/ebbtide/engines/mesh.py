@@ -4,8 +4,11 @@ An engine in a process without a process group is a world of one rank. Where a m
 stored in one dtype and computed with in another), it gets a group of one in this process, without a port or a file.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,6 +53,7 @@ class Ranks:
         """needs_mesh: make a mesh even for one rank."""
         self.axes = axes
         self.mesh: DeviceMesh | None = None
+        self.device = device
         self._owns_group = False
         if needs_mesh or dist.is_initialized():
             self._owns_group = _join(device)
@@ -69,10 +73,35 @@ class Ranks:
         """Ranks along an axis."""
         return int(getattr(self.axes, axis))
 
-    def reduce(self, values: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """The values reduced in place over the ranks along an axis."""
+    @property
+    def num(self) -> int:
+        """Ranks on all axes together."""
+        return math.prod(getattr(self.axes, axis) for axis in AXES)
+
+    def reduce(self, values: Tensor, *axes: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The values, on the device, reduced in place over the ranks along each axis."""
+        for axis in axes:
+            if self.mesh is not None and self.size(axis) > 1:
+                dist.all_reduce(values, op, group=self.mesh.get_group(axis))
+        return values
+
+    def total(self, values: list[int], *axes: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
+        """Host numbers, reduced likewise."""
+        found = self.reduce(torch.tensor(values, device=self.device.torch), *axes, op=op)
+        return [int(value) for value in found.tolist()]
+
+    def share(self, tensor: Tensor, axis: str, source: int) -> Tensor:
+        """The tensor of the rank with that index along the axis, on all of them; in place."""
         if self.mesh is not None and self.size(axis) > 1:
-            dist.all_reduce(values, op, group=self.mesh.get_group(axis))
+            dist.broadcast(tensor, group=self.mesh.get_group(axis), group_src=source)
+        return tensor
+
+    def gather(self, value: Any, axis: str) -> list[Any]:
+        """A small value of each rank along the axis, in order."""
+        if self.mesh is None or self.size(axis) == 1:
+            return [value]
+        values: list[Any] = [None] * self.size(axis)
+        dist.all_gather_object(values, value, group=self.mesh.get_group(axis))
         return values
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
 """FSDP2 over a policy: what is sharded together, in which dtypes, and how its gradients are summed."""
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,12 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
-from transformers import PreTrainedModel
 
-from ebbtide.errors import ModelError, problem
 from ebbtide.numerics.logprobs import TokenStats
 
-__all__ = ["WeightsInForward", "decoder_layers", "fsdp_modules", "gathered", "shard"]
+__all__ = ["WeightsInForward", "fsdp_modules", "gathered", "num_shards", "shard"]
 
 # FSDP2 finds the tensors in a module's result through pytrees, and hangs its backward on them.
 _pytree.register_pytree_node(
@@ -23,6 +23,9 @@ _pytree.register_pytree_node(
     lambda parts, _: TokenStats(*parts),
     serialized_type_name="ebbtide.TokenStats",
 )
+
+# Gathering a weight that is divided over two axes takes two steps, one after the other: nothing to warn of.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard(policy: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, compute: torch.dtype, *, reshard: bool) -> None:
@@ -50,18 +53,12 @@ def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of the model's decoder, in order.
-
-    Raises:
-        ModelError: it keeps them somewhere unknown.
-    """
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", getattr(decoder, "h", None))
-    if not isinstance(layers, nn.ModuleList):
-        rule = f"its decoder {type(decoder).__name__} has no list of layers"
-        raise ModelError(problem("model", model.config.model_type, rule, "Choose a decoder-only language model"))
-    return layers
+def num_shards(weight: Tensor) -> int:
+    """Among how many ranks the weight is divided; 1 where each has all of it."""
+    if not isinstance(weight, DTensor):
+        return 1
+    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def gathered(weight: Tensor, device: torch.device) -> Tensor:
@@ -100,6 +97,10 @@ class WeightsInForward:
             self.by_name.update((prefix + name, item) for name, item in module.named_parameters())
 
         return hook
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that require grad, under the names of the model within a policy."""
+        return ((name.removeprefix("model."), item) for name, item in self.by_name.items() if item.requires_grad)
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +15,98 @@ from ebbtide.device import Device
 from ebbtide.errors import ModelError, problem
 from ebbtide.models.attention import PackedAttention
 from ebbtide.models.prefix import PrefixAttention, PrefixLayout
+from ebbtide.models.stage import Span, cut_stage
 from ebbtide.numerics.logprobs import Head, TokenStats, token_stats
 from ebbtide.types import TrainBatch
 
-__all__ = ["Policy", "batch_logprobs", "head_options"]
+__all__ = ["Layout", "Policy", "batch_logprobs", "head_options"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the forward of a batch runs over.
+
+    Attributes:
+        tokens: [S] int64, fewer than the batch's where prompts are shared.
+        position_ids: [S] int64.
+        predictor: [N] int64, for each trained token the forward token that predicts it.
+        targets: [N] int64, the trained tokens.
+        plan: who attends to whom.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    predictor: Tensor
+    targets: Tensor
+    plan: PackedAttention | PrefixAttention
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with log-probs instead of logits.
+    """A causal language model that answers with log-probs instead of logits; or one stage of it.
 
     Attributes:
         model: the transformers model; its parameter names, less the prefix `model.`, are the checkpoint's.
+        span: which of its layers are here.
+        tied_name: the embedding's name where it is the head as well; a last stage without embedding has a copy of it.
     """
 
-    def __init__(self, model: PreTrainedModel, *, shares_prompts: bool = True) -> None:
-        """shares_prompts: compute the prompt of a group once, where that saves enough."""
+    def __init__(self, model: PreTrainedModel, *, shares_prompts: bool = True, span: Span | None = None) -> None:
+        """Take the model over; a span other than the whole cuts it.
+
+        Args:
+            model: whole.
+            shares_prompts: compute the prompt of a group once, where that saves enough.
+            span: the layers to keep; None keeps all.
+        """
         super().__init__()
+        self._softcap, self._logit_scale = head_options(model)  # refuses a head that this module cannot reproduce
+        self.tied_name = _tied_name(model)
         self.model = model
         self.shares_prompts = shares_prompts
-        self._num_layers = int(model.config.get_text_config().num_hidden_layers)
-        head_options(model)  # refuses a head that this module cannot reproduce
+        self.span = span or Span.whole(model)
+        self._inlet = cut_stage(model, self.span)
+
+    def layout(self, batch: TrainBatch) -> Layout:
+        """What the forward of this batch runs over; the same on every stage."""
+        trained_N = batch.loss_mask.nonzero().squeeze(1)
+        targets_N, device = batch.tokens[trained_N], batch.tokens.device
+        if self.shares_prompts:
+            prefix = PrefixLayout.of(batch.to(torch.device("cpu")))
+            if prefix.pays:
+                source, plan = prefix.source.to(device), PrefixAttention(prefix, device)
+                predictor_N = prefix.predictor.to(device)
+                return Layout(batch.tokens[source], batch.position_ids[source], predictor_N, targets_N, plan)
+        return Layout(batch.tokens, batch.position_ids, trained_N - 1, targets_N, PackedAttention(batch.cu_seqlens))
 
     def forward(
         self,
-        batch: TrainBatch,
+        batch: TrainBatch | Layout,
+        received: Tensor | None = None,
         *,
         temperature: float = 1.0,
         want_entropy: bool = False,
         entropy_grad: bool = True,
-    ) -> TokenStats:
-        """Statistics of the batch's N trained tokens, in order: each from the hidden state of the token before it."""
-        trained_N = batch.loss_mask.nonzero().squeeze(1)
-        source, predictor_N, plan = self._layout(batch, trained_N)
-        hidden_SD = self.hidden(batch.tokens[source], batch.position_ids[source], plan)
-        if plan.calls % self._num_layers or not plan.calls:
-            rule = f"{plan.calls} of {self._num_layers} layers attended through the plan"
-            raise ModelError(
-                problem("model", self.model.config.model_type, rule, "It cannot be packed; choose another")
-            )
+    ) -> TokenStats | Tensor:
+        """Statistics of the N trained tokens, in order: each from the hidden state of the token before it.
+
+        Args:
+            batch: the batch, or its layout.
+            received: [S, D] from the stage before; None on the first.
+            temperature: of the log-probs.
+            want_entropy: whether to compute the entropy.
+            entropy_grad: whether it is differentiable.
+
+        Returns:
+            The statistics on the last stage; [S, D] for the next stage on every other one.
+        """
+        layout = batch if isinstance(batch, Layout) else self.layout(batch)
+        hidden_SD = self.hidden(layout, received)
+        if not self.span.is_last:
+            return hidden_SD
         stats = token_stats(
-            hidden_SD.index_select(0, predictor_N),
+            hidden_SD.index_select(0, layout.predictor),
             self.head(),
-            batch.tokens[trained_N],
+            layout.targets,
             temperature=temperature,
             want_entropy=want_entropy,
             entropy_grad=entropy_grad,
@@ -65,41 +114,49 @@ class Policy(nn.Module):
         # Hooks of sharding hang on the result, and an in-place operator on a view would drop them silently.
         return replace(stats, logprobs=stats.logprobs.clone()) if stats.logprobs._is_view() else stats
 
-    def _layout(
-        self, batch: TrainBatch, trained_N: Tensor
-    ) -> tuple[Tensor | slice, Tensor, PackedAttention | PrefixAttention]:
-        """The packed tokens that the forward runs over, where each trained one is predicted, and who sees whom."""
-        if self.shares_prompts:
-            layout = PrefixLayout.of(batch.to(torch.device("cpu")))
-            if layout.pays:
-                device = batch.tokens.device
-                return layout.source.to(device), layout.predictor.to(device), PrefixAttention(layout, device)
-        return slice(None), trained_N - 1, PackedAttention(batch.cu_seqlens)
-
-    def hidden(self, tokens: Tensor, position_ids: Tensor, plan: Any) -> Tensor:
-        """[T, D] final hidden states of tokens [T] at position_ids [T]."""
+    def hidden(self, layout: Layout, received: Tensor | None = None) -> Tensor:
+        """[S, D]: final hidden states, or on a stage that is not the last what its layers make of `received`."""
+        calls = layout.plan.calls
         backbone = self.model.get_decoder()
-        output = backbone(input_ids=tokens[None], position_ids=position_ids[None], use_cache=False, plan=plan)
+        if received is None:
+            entry = {"input_ids": layout.tokens[None]}
+        else:
+            assert self._inlet is not None, self.span
+            self._inlet.received = received[None]
+            entry = {"inputs_embeds": received.new_zeros(()).expand(1, *received.shape)}
+        output = backbone(**entry, position_ids=layout.position_ids[None], use_cache=False, plan=layout.plan)
+        if self._inlet is not None:
+            self._inlet.received = None
+        if layout.plan.calls - calls != self.span.num_layers:
+            rule = f"{layout.plan.calls - calls} of {self.span.num_layers} layers attended through the plan"
+            remedy = "It cannot be packed; choose another"
+            raise ModelError(problem("model", self.model.config.model_type, rule, remedy))
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 
     def head(self) -> Head:
         """The output projection as it is now (sharded weights are whole only inside forward)."""
         output = self.model.get_output_embeddings()
-        softcap, logit_scale = head_options(self.model)
-        return Head(output.weight, getattr(output, "bias", None), softcap, logit_scale)
+        return Head(output.weight, getattr(output, "bias", None), self._softcap, self._logit_scale)
 
 
 @torch.no_grad()
-def batch_logprobs(policy: nn.Module, batch: TrainBatch, temperature: float, max_tokens: int, device: Device) -> Tensor:
+def batch_logprobs(policy: Policy, batch: TrainBatch, temperature: float, max_tokens: int, device: Device) -> Tensor:
     """[T] float32 on the host, 0 where not trained; at most `max_tokens` a forward."""
 
     def logprobs() -> Iterator[tuple[Microbatch, Tensor]]:
         for microbatch in microbatches(batch, max_tokens, device.torch, keep_groups=True):
-            stats: TokenStats = policy(microbatch.batch, temperature=temperature)
+            stats = policy(microbatch.batch, temperature=temperature)
             yield microbatch, spread(stats.logprobs, microbatch.batch.loss_mask)
 
     return join(batch, logprobs())
+
+
+def _tied_name(model: PreTrainedModel) -> str | None:
+    head = model.get_output_embeddings().weight
+    if head is not model.get_input_embeddings().weight:
+        return None
+    return next(str(name) for name, weight in model.named_parameters() if weight is head)
 
 
 def head_options(model: PreTrainedModel) -> tuple[float | None, float | None]:
