@@ -11,7 +11,7 @@ __all__ = ["DrGRPO"]
 class DrGRPO(GRPO):
     """GRPO Done Right.
 
-    Source: arXiv:2503.20783, eq. 3 and section 3.2: no division by the group's standard deviation, and a constant in
+    Source: arXiv:2503.20783, section 3.2: no division by the group's standard deviation, and a constant in
     place of a completion's length. Here that constant is sampling.max_tokens, as in the authors' code.
     """
 

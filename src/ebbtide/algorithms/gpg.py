@@ -13,7 +13,7 @@ __all__ = ["GPG"]
 class GPG(PolicyGradient):
     """Group Policy Gradient.
 
-    Source: arXiv:2504.02546, eq. 5 to 7: rewards less their group's mean, without a standard deviation, times
+    Source: arXiv:2504.02546, the GPG objective: rewards less their group's mean, without a standard deviation, times
     completions / completions whose group's rewards differ. Here groups without contrast stay in the batch, where they
     add nothing.
     """

@@ -60,7 +60,7 @@ class Packed:
             aggregation: `token_mean` divides by all trained tokens, so that each token weighs the same (DAPO,
                 arXiv:2503.14476, eq. 8); `sequence_mean` averages each sequence first, so that each sequence weighs
                 the same (GRPO, arXiv:2402.03300, eq. 3); `sequence_sum` divides by sequences, so that a completion
-                is one action (RLOO, arXiv:2402.14740, eq. 8); `constant` divides that by the token limit too, so that
+                is one action (RLOO, arXiv:2402.14740); `constant` divides that by the token limit too, so that
                 a sequence's length cannot change the weight of its tokens (Dr. GRPO, arXiv:2503.20783).
         """
         if aggregation == "token_mean":

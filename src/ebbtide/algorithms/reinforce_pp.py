@@ -19,8 +19,9 @@ __all__ = ["ReinforcePP"]
 class ReinforcePP(TokenReward):
     """REINFORCE++.
 
-    Source: arXiv:2501.03262, eq. 7 to 9: each token pays its k1 KL to the reference, and advantages are standardized
-    over all tokens of the global batch. Here the KL is off until `reward_kl.coef` is set, and gamma may be below 1.
+    Source: arXiv:2501.03262, global advantage normalization: each token pays its k1 KL to the reference, and rewards to
+    go are standardized over all tokens of the global batch. Here the KL is off until `reward_kl.coef` is set, and
+    gamma may be below 1.
     """
 
     class Config(TokenReward.Config, ClippedConfig):

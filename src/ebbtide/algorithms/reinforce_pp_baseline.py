@@ -18,7 +18,7 @@ __all__ = ["ReinforcePPBaseline"]
 class ReinforcePPBaseline(PolicyGradient):
     """REINFORCE++ with the mean of a completion's group as its baseline.
 
-    Source: arXiv:2501.03262, section on REINFORCE++-baseline: the deviation from the group's mean is standardized over
+    Source: arXiv:2501.03262, REINFORCE++ with baseline: the deviation from the group's mean is standardized over
     all tokens of the global batch; its KL term is k2 in the loss. Here that term is off until `kl.coef` is set.
     """
 

@@ -17,8 +17,8 @@ __all__ = ["RLOO"]
 class RLOO(TokenReward):
     """REINFORCE Leave-One-Out.
 
-    Source: arXiv:2402.14740, eq. 8; its reward includes the KL to the reference of the whole completion. Here that KL
-    is off until `reward_kl.coef` is set.
+    Source: arXiv:2402.14740, the leave-one-out estimator; its reward includes the KL of the whole completion to the
+    reference. Here that KL is off until `reward_kl.coef` is set.
     """
 
     class Config(TokenReward.Config):
