@@ -8,7 +8,7 @@ Nothing that requires grad survives a microbatch, so memory does not grow with t
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, final
@@ -256,19 +256,18 @@ class TrainEngine(ABC):
                 "logprobs do not require grad" if not stats.logprobs.requires_grad else "the algorithm detached them"
             )
             raise EngineError(problem(f"microbatches[{microbatch.index}].loss", float(live_loss), rule, where))
-        self._check_reach(live_loss, f"microbatches[{microbatch.index}].loss")
+        if not self._has_checked_reach:
+            self._check_reach(live_loss, f"microbatches[{microbatch.index}].loss", self._trained_weights())
+            self._has_checked_reach = True
 
-    def _check_reach(self, live: Tensor, where: str) -> None:
-        """Once a run: the graph of the loss, or of a stage's output, ends in every weight that it should train."""
-        if self._has_checked_reach:
-            return
+    def _check_reach(self, live: Tensor, where: str, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """The graph of a loss, or of a stage's output, ends in every weight that it should train."""
         reached = _leaves(live)
-        unreached = [name for name, weight in self._trained_weights() if id(weight) not in reached]
+        unreached = [name for name, weight in weights if id(weight) not in reached]
         if unreached:
             rule = f"its graph does not reach {len(unreached)} trained weights, the first of them {unreached[0]}"
             remedy = "Freeze what is not used, or look for a detach between the weights and the loss"
             raise EngineError(problem(where, float(live.detach().sum()), rule, remedy))
-        self._has_checked_reach = True
 
     def _trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of this rank that the loss must reach, as they are inside a forward."""

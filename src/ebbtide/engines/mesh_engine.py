@@ -73,6 +73,16 @@ class MeshEngine(TrainEngine):
         self._weights_in_forward: list[WeightsInForward] = []
         self._num_steps_done = 0
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What forward and backward compute in."""
+        return _compute_dtype(self.setting)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between layers."""
+        return int(self._parts[0].model.config.get_text_config().hidden_size)
+
     def optim_step(self) -> OptimStats:
         """See `TrainEngine.optim_step`."""
         optim = self.setting.optim

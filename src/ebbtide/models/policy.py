@@ -91,20 +91,20 @@ class Policy(nn.Module):
 
         Args:
             batch: the batch, or its layout.
-            received: [S, D] from the stage before; None on the first.
+            received: [1, S, D] from the stage before; None on the first.
             temperature: of the log-probs.
             want_entropy: whether to compute the entropy.
             entropy_grad: whether it is differentiable.
 
         Returns:
-            The statistics on the last stage; [S, D] for the next stage on every other one.
+            The statistics on the last stage; [1, S, D] for the next stage on every other one.
         """
         layout = batch if isinstance(batch, Layout) else self.layout(batch)
-        hidden_SD = self.hidden(layout, received)
+        hidden = self._hidden(layout, received)
         if not self.span.is_last:
-            return hidden_SD
+            return hidden
         stats = token_stats(
-            hidden_SD.index_select(0, layout.predictor),
+            hidden[0].index_select(0, layout.predictor),
             self.head(),
             layout.targets,
             temperature=temperature,
@@ -114,16 +114,17 @@ class Policy(nn.Module):
         # Hooks of sharding hang on the result, and an in-place operator on a view would drop them silently.
         return replace(stats, logprobs=stats.logprobs.clone()) if stats.logprobs._is_view() else stats
 
-    def hidden(self, layout: Layout, received: Tensor | None = None) -> Tensor:
-        """[S, D]: final hidden states, or on a stage that is not the last what its layers make of `received`."""
+    def _hidden(self, layout: Layout, received: Tensor | None) -> Tensor:
+        """[1, S, D]: final hidden states, or on a stage that is not the last what its layers make of `received`."""
         calls = layout.plan.calls
         backbone = self.model.get_decoder()
+        entry: dict[str, Tensor] = {}
         if received is None:
-            entry = {"input_ids": layout.tokens[None]}
+            entry["input_ids"] = layout.tokens[None]
         else:
             assert self._inlet is not None, self.span
-            self._inlet.received = received[None]
-            entry = {"inputs_embeds": received.new_zeros(()).expand(1, *received.shape)}
+            self._inlet.received = received
+            entry["inputs_embeds"] = received.new_zeros(()).expand(received.shape)
         output = backbone(**entry, position_ids=layout.position_ids[None], use_cache=False, plan=layout.plan)
         if self._inlet is not None:
             self._inlet.received = None
@@ -132,7 +133,7 @@ class Policy(nn.Module):
             remedy = "It cannot be packed; choose another"
             raise ModelError(problem("model", self.model.config.model_type, rule, remedy))
         hidden: Tensor = output.last_hidden_state
-        return hidden[0]
+        return hidden
 
     def head(self) -> Head:
         """The output projection as it is now (sharded weights are whole only inside forward)."""
