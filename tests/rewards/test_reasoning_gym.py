@@ -56,6 +56,14 @@ def test_the_answer_is_taken_from_where_it_stands() -> None:
     assert _reward(extract="boxed")([_input(text, row)])[0] < 0.1
 
 
+def test_a_text_that_the_scorer_chokes_on_is_wrong_and_a_broken_row_is_an_error() -> None:
+    """The scorer of prime_factorization takes int() of whatever it is given."""
+    row = dict(_source("prime_factorization")[0])
+    assert _reward()([_input("x", row), _input(row["answer"], row)]) == [0, 1]
+    with pytest.raises(ValueError, match="invalid literal"):
+        _reward()([_input("2", {**row, "answer": "not a product"})])
+
+
 def test_a_row_of_another_source_is_refused() -> None:
     with pytest.raises(DataError, match=r"row.reasoning_gym=None: .*data.type='reasoning_gym'"):
         _reward()([_input("x", {"answer": "x"})])

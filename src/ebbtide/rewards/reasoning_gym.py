@@ -11,6 +11,18 @@ from ebbtide.rewards.extraction import ExtractionSection, extractor
 
 __all__ = ["ReasoningGymReward"]
 
+# What some scorers raise, and most take for a wrong answer, where a text cannot be read as one.
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
 
 class ReasoningGymReward:
     """The task's `score_answer`, from 0 to 1; for many tasks only 1 is right and a wrong answer may get a little.
@@ -46,7 +58,12 @@ class ReasoningGymReward:
             answer = self._answer(answer, row)
             if not isinstance(answer, str):
                 raise RewardError(problem(f"answer {self._answer_reference}", answer, "must return text"))
-        return float(self._scorer(row)(answer, row))
+        scorer = self._scorer(row)
+        try:
+            return float(scorer(answer, row))
+        except _UNREADABLE:
+            scorer(row.get("answer"), row)  # raises again if it is the row, and not the completion, that is at fault
+            return 0.0
 
     def _scorer(self, row: Mapping[str, Any]) -> Callable[[str | None, Any], float]:
         origin = row.get("reasoning_gym")

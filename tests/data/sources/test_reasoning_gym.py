@@ -59,6 +59,13 @@ def test_without_a_function_a_demonstration_is_the_answer() -> None:
     assert source.demonstration(3) == source[3]["answer"]
 
 
+def test_a_task_without_answers_needs_a_function_for_demonstrations() -> None:
+    source = _source(task="graph_color", params={})
+    assert source[0]["answer"] is None
+    with pytest.raises(DataError, match=r"data.task='graph_color': items have no answer.*Set data.demonstration"):
+        source.demonstration(0)
+
+
 def test_a_prompt_function_may_make_chat_messages(tmp_path: Path) -> None:
     path = tmp_path / "chat.py"
     path.write_text("def prompt(item):\n    return [{'role': 'user', 'content': item['question']}]\n")
@@ -98,6 +105,7 @@ def test_a_single_prompt_cannot_be_on_both_sides() -> None:
         ({"task": "number_sortin"}, ConfigError, r"data.task='number_sortin': .*Did you mean 'number_sorting'\?"),
         ({"params": {"min_nums": 3}}, ConfigError, r"data.params=\{'min_nums': 3\}: the task number_sorting refuses"),
         ({"params": {**SORTING, "min_numbers": 0}}, ConfigError, r"min_numbers must be positive"),
+        ({"task": "word_ladder", "params": {}}, ConfigError, r"size too large.*or data.size, which is 100000"),
         ({"params": {"seed": 3}}, ConfigError, r"params.seed=3: is set by the source"),
         ({"params": {"size": 3}}, ConfigError, r"params.size=3: is set by the source"),
         ({"prompt": f"{TASK}:prompt", "template": "x"}, ConfigError, r"template='x': contradicts prompt"),

@@ -113,6 +113,9 @@ class ReasoningGymSource:
         """A completion for row `index`, drawn with a generator of its own."""
         row = self[index]
         if self._demonstrate is None:
+            if row["answer"] is None:
+                rule = "items have no answer of their own to show"
+                raise DataError(problem("data.task", self._config.task, rule, "Set data.demonstration"))
             return str(row["answer"])
         text = self._demonstrate(row, random.Random(f"demonstration {self._seed} {index}"))
         if not isinstance(text, str) or not text:
@@ -163,4 +166,5 @@ def _create(config: ReasoningGymSource.Config, seed: int) -> Any:
         return create_dataset(config.task, seed=seed, size=config.size, **config.params)
     except (TypeError, ValueError, AssertionError) as error:
         rule = f"the task {config.task} refuses them: {error}"
-        raise ConfigError(problem("data.params", config.params, rule)) from error
+        remedy = f"Change them, or data.size, which is {config.size}"
+        raise ConfigError(problem("data.params", config.params, rule, remedy)) from error
