@@ -227,7 +227,8 @@ class TrainBatch:
     def sequence_ids(self) -> Tensor:
         """[T] int64, the sequence that each token belongs to."""
         lengths = self.lengths
-        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths.device), lengths)
+        numbers = torch.arange(self.num_sequences, device=lengths.device)
+        return torch.repeat_interleave(numbers, lengths, output_size=self.num_tokens)  # the size is given: no sync
 
     def counts(self, max_completion_tokens: int) -> BatchCounts:
         """The counts of this batch taken as the global one."""

@@ -273,6 +273,23 @@ def test_extreme_ratios_stay_finite(name: str, settings: dict[str, Any], distanc
     assert all(ratio.value is None or math.isfinite(ratio.value) for ratio in outcome.metrics.values())
 
 
+@every_case
+def test_the_loss_neither_waits_for_its_device_nor_leaves_it(name: str, settings: dict[str, Any]) -> None:
+    """On tensors without values, asking for a value and mixing with the host's tensors both raise."""
+    algorithm = make(name, settings)
+    host_batch, _ = random_batch()
+    counts = host_batch.counts(MAX_TOKENS)
+    prepared, _ = algorithm.prepare(host_batch, counts)
+    batch = prepared.to(torch.device("meta"))
+    leaf = torch.zeros(batch.num_tokens, device="meta", requires_grad=True)
+    losses = [algorithm.loss(LossInputs(batch, counts, leaf, entropy=leaf))]
+    if Needs.VALUES in algorithm.needs:
+        losses.append(algorithm.critic_loss(LossInputs(batch, counts, leaf, values=leaf)))  # type: ignore[attr-defined]
+    for loss, metrics in losses:
+        assert all(gradient.is_meta for gradient in torch.autograd.grad(loss, leaf))
+        assert all(ratio.total.is_meta and ratio.count.is_meta for ratio in metrics.values())
+
+
 @every_name
 def test_one_advantage_a_completion(name: str) -> None:
     groups = [group_of([1.0, 0.0, 2.0], lengths=[2, 5, 1]), group_of([0.0, 0.0])]
