@@ -3,7 +3,7 @@
 A trainer and a rollout in two processes; the rollout copies every weight into its own parameters, as a model does. The
 memcpy is of the same bytes, by one thread of one process, in turns with the pushes: other load on the machine hits
 both. `--peer verl` runs the bucketed transfer of the published verl package in shared-memory mode, in turns as well,
-from an environment of its own (see benchmarks/verl_transfer.py).
+from an environment of its own (see benchmarks/peers/verl_transfer.py).
 
 Figures:
     ratio_memcpy        bytes per second of a push at the default bucket, to memcpy's
@@ -142,7 +142,7 @@ class Peer:
     """The peer's pair of processes, asked over pipes for one transfer at a time."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], bucket_mb: int) -> None:
-        command = [str(PEER_PYTHON), str(HERE / "verl_transfer.py"), str(bucket_mb)]
+        command = [str(PEER_PYTHON), str(HERE / "peers" / "verl_transfer.py"), str(bucket_mb)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._ask(json.dumps(shapes))
 
