@@ -17,7 +17,8 @@ from ebbtide.errors import ConfigError, problem
 from ebbtide.loop.reference import Reference
 from ebbtide.loop.step import RequestCounter
 from ebbtide.memory.ledger import Ledger
-from ebbtide.models.build import context_tokens, eos_ids, load_config, load_tokenizer, torch_dtype
+from ebbtide.models.build import eos_ids, load_config, load_tokenizer, torch_dtype
+from ebbtide.models.support import context_tokens
 from ebbtide.recipe import ModelSection, Recipe
 from ebbtide.rewards.scoring import Rewards
 from ebbtide.rollout.base import RolloutBackend, RolloutSetting

@@ -25,6 +25,9 @@ __all__ = ["ATTENTION", "AttentionCall", "AttentionPlan", "PackedAttention", "at
 ATTENTION = "ebbtide"
 """The name under which transformers knows this attention (`attn_implementation`)."""
 
+_BIASES = ("s_aux", "sinks", "position_bias", "head_mask", "block_mask")
+"""Arguments by which models change scores or softmax."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -52,7 +55,13 @@ class AttentionCall:
 
 
 class AttentionPlan(Protocol):
-    """Who attends to whom."""
+    """Who attends to whom.
+
+    Attributes:
+        calls: layers that have asked so far; a model that has more of them attended somewhere else.
+    """
+
+    calls: int
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[T, Hq, d], in the order of the queries."""
@@ -78,17 +87,13 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The side of transformers: query [1, Hq, T, d], key and value [1, Hkv, T, d]; returns [1, T, Hq, d]."""
-    name = type(module).__name__
+    _refuse(module, query, key, attention_mask, dropout, sliding_window, kwargs)
     if plan is None:
-        raise ModelError(problem(name, None, "attention was called without a plan", "Pass plan=PackedAttention(...)"))
-    if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        rule = "packed attention takes one row of tokens, no mask and no transformers cache"
-        raise ModelError(problem(name, tuple(query.shape), rule, "Call the model with use_cache=False and no mask"))
-    if dropout or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
-        rule = "attention dropout, attention sinks and bidirectional attention are not supported in packed batches"
-        raise ModelError(problem(name, dropout, rule, "Set attention_dropout to 0, or choose another model"))
+        rule = "attention was called without a plan, or the model's layers do not hand it on"
+        remedy = "Pass plan=PackedAttention(...); where it was passed, choose another model"
+        raise ModelError(problem(type(module).__name__, None, rule, remedy))
     call = AttentionCall(
-        layer=int(getattr(module, "layer_idx", 0)),
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
         query=query[0].transpose(0, 1),
         key=key[0].transpose(0, 1),
         value=value[0].transpose(0, 1),
@@ -97,6 +102,36 @@ def _attention(
         softcap=softcap,
     )
     return plan.attend(call)[None], None
+
+
+def _refuse(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> None:
+    """What a plan would silently leave out is an error."""
+    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+    if attention_mask is not None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        rule = "packed attention takes one row of tokens, no mask and no transformers cache"
+        raise ModelError(problem(name, tuple(query.shape), rule, "Call the model with use_cache=False and no mask"))
+    if dropout:
+        rule = "attention dropout is not supported in packed batches"
+        raise ModelError(problem(name, dropout, rule, "Set attention_dropout to 0"))
+    unknown = [key for key in _BIASES if others.get(key) is not None]
+    if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        rule = "attention sinks, position biases and bidirectional attention are not supported in packed batches"
+        raise ModelError(problem(name, unknown or "bidirectional", rule, "Choose another model"))
+    if layer is None:
+        rule = "its attention layers have no number (layer_idx), so their keys and values cannot be told apart"
+        raise ModelError(problem(name, layer, rule, "Choose another model"))
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if sliding_window is None and kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention":
+        rule = f"layer {layer} has a sliding window in its config and attends without one"
+        raise ModelError(problem(name, sliding_window, rule, "Choose another model"))
 
 
 class PackedAttention:
@@ -132,11 +167,12 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall,
     """
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if mask is None and call.window is not None and call.window < num_keys:
-        offset = num_keys - num_queries
-        ahead = torch.arange(num_keys, device=query.device) - torch.arange(num_queries, device=query.device)[:, None]
-        mask = (ahead <= offset) & (ahead > offset - call.window)
+    is_windowed = call.window is not None and call.window < num_keys
+    # scaled_dot_product_attention takes the queries of its is_causal for the first ones, not the last.
+    if mask is None and (is_windowed or call.softcap is not None or 1 < num_queries < num_keys):
+        mask = _causal_mask(num_queries, num_keys, call.window, query.device)
     if call.softcap is not None:
+        assert mask is not None, call
         return _attend_softcapped(query, key, value, call, mask).transpose(1, 2)
     attended = F.scaled_dot_product_attention(
         query,
@@ -150,13 +186,18 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall,
     return attended.transpose(1, 2)
 
 
-def _attend_softcapped(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, mask: Tensor | None) -> Tensor:
+def _causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[q, k] bool."""
+    position = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    column = torch.arange(num_keys, device=device)
+    seen = column <= position
+    return seen if window is None else seen & (column > position - window)
+
+
+def _attend_softcapped(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, mask: Tensor) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     assert call.softcap is not None, call
     scores = torch.tanh(query @ key.transpose(2, 3) * (call.scale / call.softcap)) * call.softcap
-    if mask is None:
-        num_queries, num_keys = scores.shape[-2:]
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
     weights = scores.float().masked_fill(~mask, float("-inf")).softmax(-1)
     return weights.to(value.dtype) @ value

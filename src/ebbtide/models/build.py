@@ -1,11 +1,14 @@
 """From a recipe's [model] to a transformers model that attends through plans, and its tokenizer."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -13,10 +16,11 @@ from transformers.utils import logging
 from ebbtide.env import is_hub_offline
 from ebbtide.errors import ConfigError, ModelError, problem
 from ebbtide.models.attention import ATTENTION, register
+from ebbtide.models.support import PROVEN, context_tokens, probe, refuse_unpackable
 from ebbtide.models.tokenizer import EOS, PAD, SPECIAL, character_tokenizer
 from ebbtide.recipe import ModelSection
 
-__all__ = ["build_model", "build_shell", "context_tokens", "eos_ids", "load_config", "load_tokenizer", "torch_dtype"]
+__all__ = ["build_model", "build_shell", "eos_ids", "load_config", "load_tokenizer", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -26,9 +30,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, or one of characters."""
+    """The checkpoint's tokenizer, or one of characters.
+
+    Raises:
+        ConfigError: the checkpoint has none that loads.
+    """
     if section.path is not None:
-        return AutoTokenizer.from_pretrained(_checkpoint(section.path))
+        with _readable(section.path, "tokenizer"):
+            return AutoTokenizer.from_pretrained(_checkpoint(section.path))
     assert section.alphabet is not None, section
     return character_tokenizer(section.alphabet, context_tokens(load_config(section)))
 
@@ -37,22 +46,18 @@ def load_config(section: ModelSection) -> Any:
     """The transformers config: the checkpoint's, or the architecture's with the vocabulary of its alphabet.
 
     Raises:
-        ConfigError: unknown model type or field.
+        ConfigError: no such checkpoint; unknown model type or field.
         ModelError: a model whose layers cannot be packed.
     """
     if section.path is not None:
-        config = AutoConfig.from_pretrained(_checkpoint(section.path))
+        with _readable(section.path, "config"):
+            config = AutoConfig.from_pretrained(_checkpoint(section.path))
     else:
         assert section.architecture is not None, section
         assert section.alphabet is not None, section
         config = _config_from_fields(dict(section.architecture), vocab_size=len(section.alphabet) + len(SPECIAL))
-    _refuse_unpackable(config)
+    refuse_unpackable(config)
     return config
-
-
-def context_tokens(config: Any) -> int:
-    """Longest sequence that the model takes, prompt and completion together."""
-    return int(config.get_text_config().max_position_embeddings)
 
 
 def eos_ids(config: Any, tokenizer: PreTrainedTokenizerBase, generation_config: Any = None) -> tuple[int, ...]:
@@ -69,19 +74,26 @@ def eos_ids(config: Any, tokenizer: PreTrainedTokenizerBase, generation_config: 
 
 
 def build_model(section: ModelSection, *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The model with its weights, on the CPU: the checkpoint's, or random ones fixed by `seed`."""
+    """The model with its weights, on the CPU: the checkpoint's, or random ones fixed by `seed`.
+
+    Dropout and router noise are off: the probability of a token must not depend on chance. A model type that the tests
+    do not cover is probed.
+
+    Raises:
+        ConfigError: no such checkpoint.
+        ModelError: the checkpoint lacks weights, or the model cannot be packed.
+    """
     register()
-    config = load_config(section)
+    config = _without_noise(load_config(section))
     if section.path is not None:
-        with _no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(
-                _checkpoint(section.path), config=config, dtype=dtype, attn_implementation=ATTENTION
-            )
+        model = _from_checkpoint(section.path, config, dtype)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model = _from_config(config, dtype)
     model.config.use_cache = False
+    if config.model_type not in PROVEN:
+        probe(model)
     return model
 
 
@@ -93,7 +105,7 @@ def build_shell(config: Any, *, dtype: torch.dtype) -> PreTrainedModel:
     """
     register()
     with _meta_parameters():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        model = _from_config(config, dtype)
     model.config.use_cache = False
     return model.requires_grad_(False).eval()
 
@@ -108,6 +120,48 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
+
+
+def _from_checkpoint(path: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Transformers draws weights that a checkpoint lacks at random; here that is an error."""
+    with _refusal(config), _readable(path, "weights"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            _checkpoint(path), config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+        )
+    wrong = sorted({str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]]})
+    if wrong:
+        rule = f"the checkpoint lacks {len(wrong)} of the model's weights, or has them in another shape: {wrong[:3]}"
+        raise ModelError(problem("model.path", path, rule, "Is it complete, and a causal language model?"))
+    return model
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Of a copy, since building a model writes into its config."""
+    with _refusal(config):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=ATTENTION)
+
+
+@contextlib.contextmanager
+def _refusal(config: Any) -> Iterator[None]:
+    """Transformers raises KeyError where a model chooses its attention from a table of its own."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        rule = "its attention does not go through transformers' attention interface, so it cannot be packed"
+        raise ModelError(problem("model", config.model_type, rule, "Choose another model")) from error
+
+
+def _without_noise(config: Any) -> Any:
+    """A copy of the config whose dropout rates and router noise are 0."""
+    config = copy.deepcopy(config)
+    for part in {id(item): item for item in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            is_noise = "drop" in name or "jitter" in name
+            if is_noise and isinstance(value, float) and value:
+                setattr(part, name, 0.0)
+    return config
 
 
 @contextlib.contextmanager
@@ -126,12 +180,24 @@ def _meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def _readable(path: str, what: str) -> Iterator[None]:
+    """What transformers finds wrong with a checkpoint, as an error of the configuration."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        remedy = "Give a complete Hugging Face checkpoint"
+        raise ConfigError(problem("model.path", path, f"its {what} cannot be read: {reason}", remedy)) from error
+
+
 def _checkpoint(path: str) -> str:
     """A folder or a hub id, refused early where neither can work."""
     if Path(path).is_dir():
         return path
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).parent.is_dir()
-    if looks_local and not _is_hub_id(path):
+    if not _is_hub_id(path):
         raise ConfigError(problem("model.path", path, "no such folder", "Give a checkpoint folder or a hub id"))
     if is_hub_offline() and not _is_cached(path):
         rule = "is no folder here, and HF_HUB_OFFLINE forbids the hub"
@@ -161,14 +227,8 @@ def _config_from_fields(fields: dict[str, Any], vocab_size: int) -> Any:
         raise ConfigError([problem(f"model.architecture.{name}", fields[name], f"{model_type} has no such field")
                            for name in unknown])  # fmt: skip
     special = {"pad_token_id": SPECIAL.index(PAD), "eos_token_id": SPECIAL.index(EOS), "bos_token_id": None}
-    return AutoConfig.for_model(model_type, **{"vocab_size": vocab_size, **special, **fields})
-
-
-def _refuse_unpackable(config: Any) -> None:
-    """Layers that carry state from token to token without attention would mix packed neighbours, silently."""
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    odd = sorted(kinds - {"full_attention", "sliding_attention"})
-    if odd:
-        rule = f"has layers of type {', '.join(odd)}, which would leak state between packed sequences"
-        raise ModelError(problem("model", text.model_type, rule, "Choose a model of attention layers only"))
+    try:
+        return AutoConfig.for_model(model_type, **{"vocab_size": vocab_size, **special, **fields})
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(problem("model.architecture", fields, f"transformers refuses it: {reason}")) from error

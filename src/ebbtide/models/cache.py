@@ -27,8 +27,11 @@ class KeyValueCache:
         """The buffers of the layer that calls."""
         found = self._layers.get(call.layer)
         if found is None:
-            shape = (self.num_rows, call.key.shape[1], self.num_tokens, call.key.shape[2])
-            found = self._layers[call.layer] = (call.key.new_zeros(shape), call.value.new_zeros(shape))
+            keys, values = (
+                new.new_zeros(self.num_rows, new.shape[1], self.num_tokens, new.shape[2])
+                for new in (call.key, call.value)
+            )
+            found = self._layers[call.layer] = (keys, values)
         return found
 
     def kept(self, rows: Tensor) -> "KeyValueCache":
@@ -56,6 +59,7 @@ class PrefillAttention:
 
     def __init__(self, cache: KeyValueCache, cu_seqlens: Tensor, prompts: Sequence[int]) -> None:
         """Row i of the cache takes the keys and values of packed prompt `prompts[i]`."""
+        self.calls = 0
         self._packed = PackedAttention(cu_seqlens)
         self._cache = cache
         device = cu_seqlens.device
@@ -69,6 +73,7 @@ class PrefillAttention:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[T, Hq, d]."""
+        self.calls += 1
         for buffer, new in zip(self._cache.layer(call), (call.key, call.value), strict=True):
             rows = new.index_select(0, self._source).unflatten(0, self._shape).transpose(1, 2)
             buffer[:, :, : self._longest] = rows
@@ -80,6 +85,7 @@ class DecodeAttention:
 
     def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
         """positions: [B] int64, where each row's new token stands; the row's tokens before it are in the cache."""
+        self.calls = 0
         self._cache = cache
         self._positions = positions
         self._longest = int(positions.max()) + 1
@@ -90,6 +96,7 @@ class DecodeAttention:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[B, Hq, d]."""
+        self.calls += 1
         B = len(self._positions)
         keys, values = self._cache.layer(call)
         for buffer, new in ((keys, call.key), (values, call.value)):

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from ebbtide.errors import CheckpointError, problem
+from ebbtide.models.hub import checkpoint_weights
 from ebbtide.units import GIB
 
 __all__ = ["save_checkpoint"]
@@ -28,27 +30,40 @@ def save_checkpoint(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; an older one at `path` is replaced.
 
+    The folder is complete whenever it is there: it is written beside, and an older one goes when the new one is whole.
+
     Args:
         path: the folder.
-        weights: every weight under its Hugging Face name, once; tied ones under one of their names.
-        config: the transformers config.
+        weights: every weight under the name of the model's parameter, once; tied ones under one of their names.
+        config: the transformers config; not changed.
         tokenizer: written beside the weights; None writes none.
         dtype: what floating-point weights are stored in; None keeps each as it is.
+
+    Raises:
+        CheckpointError: no weight came, or one came twice.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    stored = _write_shards(unfinished, weights, dtype)
+    stored = _write_shards(unfinished, checkpoint_weights(config, weights), dtype)
     config = type(config).from_dict(
         {**config.to_dict(), "use_cache": True, "dtype": str(stored).removeprefix("torch.")}
     )
-    config.architectures = getattr(config, "architectures", None) or [_architecture(config)]
+    config.architectures = [_architecture(config)]
     config.save_pretrained(unfinished)
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
+    _replace(path, unfinished)
+
+
+def _replace(path: Path, finished: Path) -> None:
+    """A folder cannot be renamed over one that is not empty, so the old one steps aside first."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if path.exists():
-        shutil.rmtree(path)
-    unfinished.rename(path)
+        path.rename(old)
+    finished.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> torch.dtype:
@@ -58,20 +73,23 @@ def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: to
     stored: torch.dtype | None = None
     shard_bytes = total_bytes = 0
     for name, tensor in weights:
+        if name in shard or any(name in held for held in names):
+            raise CheckpointError(problem("weights", name, "came twice", "Name each weight once"))
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        owned = torch.empty(tensor.shape, dtype=wanted).copy_(tensor)
-        num_bytes = owned.numel() * owned.element_size()
-        if shard and shard_bytes + num_bytes > _SHARD_BYTES:
+        owned = torch.empty(tensor.shape, dtype=wanted).copy_(tensor.detach())
+        if shard and shard_bytes + owned.nbytes > _SHARD_BYTES:
             names.append(_flush(folder, len(names), shard))
             shard, shard_bytes = {}, 0
         if stored is None and owned.is_floating_point():
             stored = owned.dtype
         shard[name] = owned
-        shard_bytes += num_bytes
-        total_bytes += num_bytes
+        shard_bytes += owned.nbytes
+        total_bytes += owned.nbytes
+    if stored is None:
+        raise CheckpointError(problem("weights", total_bytes, "there are none to save", "Pass all of named_weights()"))
     names.append(_flush(folder, len(names), shard))
     _name_shards(folder, names, total_bytes)
-    return stored or torch.float32
+    return stored
 
 
 def _flush(folder: Path, number: int, shard: dict[str, Tensor]) -> list[str]:

@@ -12,14 +12,16 @@ from transformers import PreTrainedModel
 
 from ebbtide.data.microbatch import Microbatch, join, microbatches, spread
 from ebbtide.device import Device
-from ebbtide.errors import ModelError, problem
+from ebbtide.errors import DataError, ModelError, problem
 from ebbtide.models.attention import PackedAttention
+from ebbtide.models.head import head_options
 from ebbtide.models.prefix import PrefixAttention, PrefixLayout
 from ebbtide.models.stage import Span, cut_stage
+from ebbtide.models.support import context_tokens
 from ebbtide.numerics.logprobs import Head, TokenStats, token_stats
 from ebbtide.types import TrainBatch
 
-__all__ = ["Layout", "Policy", "batch_logprobs", "head_options"]
+__all__ = ["Layout", "Policy", "batch_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,19 @@ class Policy(nn.Module):
         super().__init__()
         self._softcap, self._logit_scale = head_options(model)  # refuses a head that this module cannot reproduce
         self.tied_name = _tied_name(model)
+        self._context_tokens = context_tokens(model.config)
         self.model = model
         self.shares_prompts = shares_prompts
         self.span = span or Span.whole(model)
         self._inlet = cut_stage(model, self.span)
 
     def layout(self, batch: TrainBatch) -> Layout:
-        """What the forward of this batch runs over; the same on every stage."""
+        """What the forward of this batch runs over; the same on every stage.
+
+        Raises:
+            DataError: a sequence is longer than the model's context, or its first token is to be trained.
+        """
+        self._check(batch)
         trained_N = batch.loss_mask.nonzero().squeeze(1)
         targets_N, device = batch.tokens[trained_N], batch.tokens.device
         if self.shares_prompts:
@@ -77,6 +85,15 @@ class Policy(nn.Module):
                 predictor_N = prefix.predictor.to(device)
                 return Layout(batch.tokens[source], batch.position_ids[source], predictor_N, targets_N, plan)
         return Layout(batch.tokens, batch.position_ids, trained_N - 1, targets_N, PackedAttention(batch.cu_seqlens))
+
+    def _check(self, batch: TrainBatch) -> None:
+        longest = int(batch.lengths.max())
+        if longest > self._context_tokens:
+            rule = f"a sequence is longer than the model's context of {self._context_tokens} tokens"
+            raise DataError(problem("batch.lengths", longest, rule, "Lower sampling.max_tokens or the prompts' limit"))
+        if bool(batch.loss_mask[batch.cu_seqlens[:-1].long()].any()):
+            rule = "is True on a sequence's first token, which nothing predicts"
+            raise DataError(problem("batch.loss_mask", True, rule, "Train only tokens that follow another"))
 
     def forward(
         self,
@@ -158,21 +175,3 @@ def _tied_name(model: PreTrainedModel) -> str | None:
     if head is not model.get_input_embeddings().weight:
         return None
     return next(str(name) for name, weight in model.named_parameters() if weight is head)
-
-
-def head_options(model: PreTrainedModel) -> tuple[float | None, float | None]:
-    """Soft-cap and factor that the model applies to its logits.
-
-    Raises:
-        ModelError: the model does something else to them.
-    """
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is not None:
-        scale = 1.0 / divisor
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        rule = f"its head is a {type(model.get_output_embeddings()).__name__}, not a linear layer"
-        raise ModelError(problem("model", config.model_type, rule, "Choose a causal language model"))
-    return softcap, None if scale in (None, 1.0) else float(scale)

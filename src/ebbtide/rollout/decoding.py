@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ebbtide.models.cache import DecodeAttention, KeyValueCache, PrefillAttention
-from ebbtide.models.policy import head_options
+from ebbtide.models.head import head_options
 from ebbtide.rollout.sampling import RowSampling
 from ebbtide.types import Completion, GenerateRequest, StopReason
 

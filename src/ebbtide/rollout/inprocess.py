@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import nn
 
 from ebbtide.errors import RolloutError, WeightSyncError, problem
-from ebbtide.models.build import build_shell, context_tokens
+from ebbtide.models.build import build_shell
+from ebbtide.models.support import context_tokens
 from ebbtide.rollout.base import Asleep, Awake, Loading, RolloutConfig, RolloutSetting, RolloutState, require_awake
 from ebbtide.rollout.decoding import Decoder, Limits
 from ebbtide.types import Completion, GenerateRequest
