@@ -12,7 +12,7 @@ from torch import Tensor
 from ebbtide import plugins
 from ebbtide.algorithms.base import Algorithm, LossInputs, Needs, check_groups
 from ebbtide.config import validate
-from ebbtide.errors import CheckpointError
+from ebbtide.errors import CheckpointError, DataError
 from ebbtide.observe import metrics as metric_table
 from ebbtide.types import BatchCounts, Ratio, TrainBatch
 from tests.algorithms.cases import MAX_TOKENS, batch_of, group_of, random_batch
@@ -305,7 +305,27 @@ def test_one_advantage_a_completion(name: str) -> None:
 
 
 @every_name
-def test_a_mistake_in_a_group_does_not_reach_another(name: str) -> None:
+def test_bad_groups_are_refused(name: str) -> None:
+    minimum = plugins.load("algorithms", name).Config.min_group_size
+    for reward in (math.nan, math.inf):
+        with pytest.raises(DataError, match=r"groups\[1\]\.rewards=.*finite"):
+            make(name).advantages([group_of([1.0, 0.0]), group_of([1.0, reward])])
+    with pytest.raises(DataError, match=r"groups\[0\]\.rewards=None"):
+        make(name).advantages([replace(group_of([1.0, 0.0]), rewards=None)])
+    if minimum > 1:
+        with pytest.raises(DataError, match=rf"groups\[0\]\.completions=1: needs at least {minimum}"):
+            make(name).advantages([group_of([1.0])])
+
+
+@every_case
+def test_the_resolved_configuration_says_the_same(name: str, settings: dict[str, Any]) -> None:
+    plugin = plugins.load("algorithms", name)
+    given = validate(plugin.Config, {"type": name, **settings})
+    assert validate(plugin.Config, given.model_dump(mode="json")) == given
+
+
+@every_name
+def test_a_group_does_not_reach_another(name: str) -> None:
     if name == "gpg":
         pytest.skip("its scale counts the groups that have contrast, which is a fact of the batch")
     first = make(name).advantages([group_of([1.0, 0.0])])[0]

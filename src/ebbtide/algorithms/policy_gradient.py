@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ebbtide.algorithms import judgement
-from ebbtide.algorithms.base import AlgorithmConfig, LossInputs, Needs, refuse_state
+from ebbtide.algorithms.base import AlgorithmConfig, LossInputs, Needs, check_groups, refuse_state
 from ebbtide.algorithms.correction import Correction, correct, effective_sample_ratio
 from ebbtide.algorithms.penalty import LOG_RATIO_BOUND, LossKL, estimate, loss_kl
 from ebbtide.algorithms.reduction import Aggregation, Packed
@@ -106,7 +106,12 @@ class PolicyGradient(ABC):
         return True
 
     def advantages(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """One scalar a completion, from the rewards of all groups."""
+        """One scalar a completion, from the rewards of all groups.
+
+        Raises:
+            DataError: a group has too few completions, or rewards that are missing or not finite.
+        """
+        check_groups(groups, self.config.min_group_size)
         rewards_B, group_ids_B = judgement.flatten(groups)
         return judgement.split(self._judge(rewards_B, group_ids_B), groups)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ebbtide.algorithms.base import AlgorithmConfig, LossInputs, Needs, refuse_state
+from ebbtide.algorithms.base import AlgorithmConfig, LossInputs, Needs, check_groups, refuse_state
 from ebbtide.algorithms.reduction import Packed
 from ebbtide.types import BatchCounts, Group, Ratio, TrainBatch
 
@@ -48,7 +48,12 @@ class SFT:
         return True
 
     def advantages(self, groups: Sequence[Group]) -> list[list[Tensor]]:
-        """1 for a completion to learn from, 0 for the others."""
+        """1 for a completion to learn from, 0 for the others.
+
+        Raises:
+            DataError: a group's rewards are missing or not finite.
+        """
+        check_groups(groups, self.config.min_group_size)
         threshold = float("-inf") if self.config.min_reward is None else self.config.min_reward
         return [list((group.rewards >= threshold).float().unbind()) for group in groups if group.rewards is not None]
 
