@@ -33,6 +33,7 @@ __all__ = [
     "flatten",
     "load",
     "parse_override",
+    "resolve",
     "validate",
 ]
 
@@ -116,6 +117,15 @@ def load(section: type[SectionT], path: Path, overrides: Sequence[str] = ()) -> 
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(problem("recipe", str(path), f"is not TOML: {error}")) from error
+    return resolve(section, tree, overrides)
+
+
+def resolve(section: type[SectionT], tree: dict[str, Any], overrides: Sequence[str]) -> SectionT:
+    """Apply `a.b=value` overrides to a tree, in place and in order, and validate.
+
+    Raises:
+        ConfigError: with every problem found, the overrides' included.
+    """
     problems: list[str] = []
     for text in overrides:
         try:

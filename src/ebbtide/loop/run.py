@@ -63,7 +63,7 @@ def train(recipe: Recipe, path: Path, *, existing: Literal["refuse", "overwrite"
         torch.set_num_threads(recipe.threads)
     with Rewards(recipe.rewards) as rewards, RunFolder.create(path, recipe, existing=existing) as folder:
         saved = _newest_checkpoint(folder) if existing == "resume" else None
-        keep_through_step = None if saved is None else saved.step
+        keep_through_step = -1 if saved is None else saved.step  # a run begun anew writes its steps anew
         data = build_data(recipe)
         with (
             Watch(recipe, folder, data.decode_one, keep_through_step=keep_through_step) as watch,

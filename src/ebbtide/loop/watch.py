@@ -12,6 +12,7 @@ from ebbtide.observe.console import Console
 from ebbtide.observe.jsonl import MetricsFile
 from ebbtide.observe.loggers import Loggers
 from ebbtide.observe.metrics import check
+from ebbtide.observe.report import write_report
 from ebbtide.observe.run_folder import RunFolder
 from ebbtide.recipe import Recipe
 from ebbtide.units import format_seconds
@@ -86,14 +87,18 @@ class Watch:
         names = ("as it samples", "greedy")
         rows = [[name, _share(first), _share(last)] for name, first, last in zip(names, before, after, strict=True)]
         self._console.table("Held-out accuracy", ["", "before", "after"], rows)
-        self._console.line(f"{format_seconds(seconds)} in all; the run is in {self._folder.path}")
+        self._console.line(f"\n{format_seconds(seconds)} in all. Curves: {self._folder.report}")
+        self._console.line(f"Weights: {self._folder.final}")
 
     def close(self) -> None:
-        """Flush everything."""
+        """Flush everything, and tell the run on a page, however it ended."""
         try:
             self._loggers.close()
         finally:
-            self._file.close()
+            try:
+                self._file.close()
+            finally:
+                self._report()
 
     def __enter__(self) -> Self:
         return self
@@ -102,6 +107,12 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _report(self) -> None:
+        try:
+            write_report(self._folder)
+        except OSError as error:  # a full disk, say; `ebbtide report` makes it later
+            _log.warning("%s could not be written: %s", self._folder.report, error)
 
 
 def _share(evaluation: Evaluation) -> str:

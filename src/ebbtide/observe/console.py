@@ -23,8 +23,15 @@ _NUM_LINES = 20  # of a stage, where the output is no terminal
 _REFRESHES_PER_S = 4  # each costs about a millisecond of the cores that train
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
-    """Send ebbtide's log messages to rich's console; calling it again replaces the level."""
+def set_up_logging(level: int = logging.INFO, *, to_stderr: bool = False) -> None:
+    """Send ebbtide's log messages to rich's console; calling it again replaces what was set.
+
+    Args:
+        level: of `logging`; less important messages are left out.
+        to_stderr: what a person reads goes to standard error, so that standard output is free for a script.
+    """
+    if to_stderr:
+        rich.reconfigure(stderr=True)
     console = rich.get_console()
     handler: logging.Handler
     if console.is_terminal:

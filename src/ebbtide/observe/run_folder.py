@@ -70,6 +70,24 @@ class RunFolder:
         """The checkpoint at the end of the run, as Hugging Face lays it out."""
         return self.path / "final"
 
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The weights after a step, as Hugging Face lays them out; those of the end, or else the newest, for None.
+
+        Raises:
+            RunFolderError: there are none; says which steps have some.
+        """
+        if step is None and (self.final / "config.json").is_file():
+            return self.final
+        found = {int(path.parent.name.removeprefix("step-")): path for path in self.checkpoints.glob("step-*/model")}
+        if step is None and found:
+            return found[max(found)]
+        if step is not None and step in found:
+            return found[step]
+        known = ", ".join(map(str, sorted(found))) or "none"
+        rule = f"there are no weights of this step; steps with weights: {known}"
+        remedy = "checkpoint.every_steps keeps some during a run"
+        raise RunFolderError(problem(f"{self.path} step", "end" if step is None else step, rule, remedy))
+
     @staticmethod
     def create(
         path: Path, recipe: Section, *, existing: Literal["refuse", "overwrite", "resume"] = "refuse"
@@ -130,7 +148,7 @@ def _make_way(path: Path, existing: Literal["refuse", "overwrite", "resume"]) ->
     """Leave nothing at `path`, or an earlier run's folder that is to be resumed."""
     where = str(path)
     if path.exists() and not path.is_dir():
-        raise RunFolderError(problem("run folder", where, "is a file", "Choose another name: name=... in the recipe"))
+        raise RunFolderError(problem("run folder", where, "is a file", "Choose another name in the recipe"))
     is_there = path.is_dir() and any(path.iterdir())
     if existing == "resume":
         if not is_run_folder(path):
@@ -141,9 +159,9 @@ def _make_way(path: Path, existing: Literal["refuse", "overwrite", "resume"]) ->
         return
     if not is_run_folder(path):
         rule = "exists and is not the folder of a run, so that nothing in it may be replaced"
-        raise RunFolderError(problem("run folder", where, rule, "Choose another name: name=... in the recipe"))
+        raise RunFolderError(problem("run folder", where, rule, "Choose another name in the recipe"))
     if existing == "refuse":
-        remedy = "Go on with it by --resume, replace it by --overwrite, or choose another name: name=..."
+        remedy = "Go on with it by --resume, replace it by --overwrite, or choose another name in the recipe"
         raise RunFolderError(problem("run folder", where, "holds an earlier run", remedy))
     if path.is_symlink():
         rule = "is a link, and replacing it might delete what is shared"
