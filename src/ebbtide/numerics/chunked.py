@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ebbtide.numerics.sources import GivenLogits, HeadLogits, LogitSource
+from ebbtide.numerics.temperature import is_readable
 from ebbtide.numerics.tiles import FLOOR, Buffers, LogitRule, Tiling
 from ebbtide.numerics.topk import RunningTopK
 
@@ -54,14 +55,12 @@ Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _MASKED = -1e20  # below it a logit is FLOOR, perhaps divided by a temperature
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def head_stats(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: Request) -> Results:
     """Statistics from hidden states and a head, differentiable in all three where they require grad."""
     results: Results = _HeadStats.apply(hidden_ND, weight_VD, bias_V, request)  # type: ignore[no-untyped-call]
     return results
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def given_stats(logits_NV: Tensor, request: Request) -> Results:
     """Statistics from logits that exist, differentiable in them."""
     results: Results = _GivenStats.apply(logits_NV, request)  # type: ignore[no-untyped-call]
@@ -224,7 +223,7 @@ class _Slopes:
 
         Clipped tokens, and those of groups whose rewards are all equal, have none, and cost nothing here.
         """
-        if self.lse.device.type != "cpu":
+        if not is_readable(self.of_picks):
             return None
         is_active = (self.of_picks != 0).any(1)
         if self.of_entropy is not None:

@@ -6,8 +6,10 @@ a larger one goes tile by tile (`chunked.py`). `eager_token_stats` serves models
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +17,15 @@ from torch.nn import functional
 
 from ebbtide.errors import DataError, problem
 from ebbtide.numerics.chunked import Request, given_stats, head_stats
-from ebbtide.numerics.temperature import read_temperature, scale_logits
+from ebbtide.numerics.temperature import is_readable, read_temperature, scale_logits
 from ebbtide.numerics.tiles import FLOOR, LogitRule
 
 __all__ = ["Head", "TokenStats", "eager_token_stats", "token_stats"]
 
 _SMALL = 1 << 18  # elements of [N, V] up to which it is made: 1 MiB in float32, less than one tile
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +64,13 @@ class TokenStats:
     topk_logprobs: Tensor | None = None
 
 
+def _uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A compiler that meets the function calls it as it is, instead of unrolling hundreds of tiles into one graph."""
+    plain: Callable[_P, _R] = torch.compiler.disable(function)
+    return plain
+
+
+@_uncompiled
 def token_stats(
     hidden_ND: Tensor,
     head: Head,
@@ -109,6 +121,7 @@ def token_stats(
     return TokenStats(*head_stats(hidden_ND, weight_VD, bias_V, request))
 
 
+@_uncompiled
 def eager_token_stats(
     logits_NV: Tensor,
     targets_N: Tensor,
@@ -215,7 +228,7 @@ def _check_asked(
 def _check_ids(name: str, ids: Tensor, V: int) -> None:
     if ids.dtype.is_floating_point or ids.dtype == torch.bool:
         raise DataError(problem(f"{name}.dtype", ids.dtype, "must be an integer type"))
-    if ids.device.type != "cpu" or ids.numel() == 0:
+    if ids.numel() == 0 or not is_readable(ids):
         return
     low, high = (int(value) for value in ids.aminmax())
     if low < 0 or high >= V:

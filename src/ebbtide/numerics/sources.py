@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ebbtide.numerics.products import add_product, is_worth_onednn, product_into
 from ebbtide.numerics.tiles import FLOOR, Buffers, LogitRule, Tiling
 
 __all__ = ["GivenLogits", "HeadLogits", "LogitSource"]
@@ -57,12 +58,16 @@ class HeadLogits:
     ) -> None:
         self.tiling = tiling
         self._hidden, self._weight, self._bias, self._rule = hidden_ND, weight_VD, bias_V, rule
+        # Half precision is rounded where the CPU returns it, and to the gradient's own products everywhere.
         self._is_narrow = hidden_ND.dtype != dtype
         self._narrow = Buffers(tiling, int(self._is_narrow), hidden_ND.dtype, hidden_ND.device)
-        self.d_hidden = hidden_ND.new_empty(hidden_ND.shape, dtype=dtype) if wanted[0] else None
-        self.d_weight = weight_VD.new_empty(weight_VD.shape) if wanted[1] else None
-        self.d_bias = bias_V.new_empty(bias_V.shape) if wanted[2] and bias_V is not None else None
+        # The first tile overwrites; without tokens there is none.
+        make = torch.empty_like if tiling.num_tokens else torch.zeros_like
+        self.d_hidden = make(hidden_ND, dtype=dtype) if wanted[0] else None
+        self.d_weight = make(weight_VD) if wanted[1] else None
+        self.d_bias = make(bias_V) if wanted[2] and bias_V is not None else None
         self._dtype = dtype
+        self._onednn = is_worth_onednn(hidden_ND, 2 * hidden_ND.numel() * weight_VD.shape[0])
         self._sum_VD: Tensor | None = None
         if wanted[1] and weight_VD.dtype != dtype and not (tiling.has_one_row and weight_VD.dtype == hidden_ND.dtype):
             self._sum_VD = weight_VD.new_empty((tiling.vocab, weight_VD.shape[1]), dtype=dtype)
@@ -76,7 +81,8 @@ class HeadLogits:
 
     def logits(self, out: Tensor, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
         """One product, and what the rule does to it."""
-        self._product(self._hidden[rows], out, rows, vocab)
+        narrow = self._narrow.tile(0, rows, vocab) if self._is_narrow else None
+        product_into(out, self._hidden[rows], self._weight_vD.t(), onednn=self._onednn, narrow=narrow)
         if self._bias is not None:
             out.add_(self._bias_v)
         return self._rule.apply_(out, rows, tanh)
@@ -91,21 +97,12 @@ class HeadLogits:
         if self._is_narrow:
             grad = self._narrow.tile(0, rows, vocab).copy_(grad)
         if self.d_hidden is not None:
-            _add_product(self.d_hidden[rows], grad, self._weight_vD, is_first=vocab.start == 0)
+            add_product(self.d_hidden[rows], grad, self._weight_vD, is_first=vocab.start == 0, onednn=self._onednn)
         if self.d_weight is not None:
             sum_vD = self.d_weight[vocab] if self._sum_VD is None else self._sum_VD[: grad.shape[1]]
-            _add_product(sum_vD, grad.t(), self._hidden[rows], is_first=rows.start == 0)
+            add_product(sum_vD, grad.t(), self._hidden[rows], is_first=rows.start == 0, onednn=self._onednn)
             if self._sum_VD is not None and rows.stop == self.tiling.num_tokens:
                 self.d_weight[vocab] = sum_vD
-
-    def _product(self, hidden: Tensor, out: Tensor, rows: slice, vocab: slice) -> None:
-        weight_Dv = self._weight_vD.t()
-        if not self._is_narrow:
-            torch.mm(hidden, weight_Dv, out=out)
-        elif hidden.is_cuda:
-            torch.mm(hidden, weight_Dv, out_dtype=out.dtype, out=out)
-        else:
-            out.copy_(torch.mm(hidden, weight_Dv, out=self._narrow.tile(0, rows, vocab)))
 
 
 class GivenLogits:
@@ -139,14 +136,3 @@ def _add(total: Tensor, part: Tensor, *, is_first: bool) -> None:
         total.copy_(part)
     else:
         total.add_(part)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """`total (+)= a @ b`, where the factors may be narrower than the total."""
-    if a.dtype == total.dtype:
-        if is_first:
-            torch.mm(a, b, out=total)
-        else:
-            total.addmm_(a, b)
-    else:
-        _add(total, torch.mm(a, b, out_dtype=total.dtype) if a.is_cuda else torch.mm(a, b), is_first=is_first)

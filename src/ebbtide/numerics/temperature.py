@@ -11,7 +11,12 @@ from torch import Tensor
 
 from ebbtide.errors import DataError, problem
 
-__all__ = ["read_temperature", "scale_logits"]
+__all__ = ["is_readable", "read_temperature", "scale_logits"]
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether its values can be looked at now: on the host, not fake, not traced. A device would have to be awaited."""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def read_temperature(
@@ -25,7 +30,7 @@ def read_temperature(
         dtype: of the result, where it is a tensor.
 
     Raises:
-        DataError: not finite, not above 0, or of another shape. A tensor on a device is not read.
+        DataError: not finite, not above 0, or of another shape. A tensor on a device is not read, see `is_readable`.
 
     Example:
         >>> read_temperature(1, 4), read_temperature(torch.ones(4), 4), read_temperature(torch.full((4,), 0.5), 4)
@@ -38,7 +43,7 @@ def read_temperature(
     if values_N.shape[0] not in (1, num_tokens):
         rule = f"must be a scalar or hold one value for each of {num_tokens} tokens"
         raise DataError(problem("temperature.shape", tuple(temperature.shape), rule))
-    if values_N.device.type != "cpu":
+    if not is_readable(values_N):
         return values_N.expand(num_tokens)
     if values_N.numel() == 0:
         return None
