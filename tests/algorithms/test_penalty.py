@@ -44,7 +44,10 @@ def test_unbiased_gradients() -> None:
     (exact,) = torch.autograd.grad((log_p.exp() * (log_p - q.log())).sum(), logits)
     p = log_p.exp().detach()
     torch.testing.assert_close(expected_gradient(LossKL(coef=1, gradient="straight_through"), p), exact)
-    torch.testing.assert_close(expected_gradient(LossKL(coef=1, gradient="importance_weighted"), old), exact)
+    for estimator in ("k1", "k3"):
+        weighted = validate(LossKL, {"coef": 1.0, "estimator": estimator, "gradient": "importance_weighted"})
+        torch.testing.assert_close(expected_gradient(weighted, old), exact)
+    torch.testing.assert_close(expected_gradient(LossKL(coef=1, estimator="k2"), p), exact)
     assert not torch.allclose(expected_gradient(LossKL(coef=1), p), exact, atol=1e-2)
 
 

@@ -72,7 +72,7 @@ def correct(log_ratio_T: Tensor, packed: Packed, config: Correction) -> tuple[Te
         config: what to do about it.
 
     Source: truncated: IMPALA, arXiv:1802.01561, eq. 1, and for language models https://fengyao.notion.site/off-policy-rl
-    (2025); sequence and rejection: R. Liu and others, "When Speed Kills Stability" (2025); masked tokens: IcePop,
+    (2025); sequence and rejection: J. Liu and others, "When Speed Kills Stability" (2025); masked tokens: IcePop,
     arXiv:2510.18855; geometric mean: arXiv:2507.18071, eq. 7. Here what is rejected stays in the loss's counts, so
     that a step that rejects much is a smaller step.
     """

@@ -25,8 +25,8 @@ class LossKL(Section):
     estimator: Estimator = "k3"
     """k1 = log ratio; k2 = half its square; k3 = exp(-k1) - 1 + k1, never negative and of low variance."""
     gradient: Literal["plain", "straight_through", "importance_weighted"] = "plain"
-    """plain: the estimator's own. straight_through: that of k2, unbiased on-policy. importance_weighted: unbiased too
-    when the old policy sampled, by the factor policy / old policy."""
+    """plain: the estimator's own. straight_through: that of k2, unbiased on-policy. importance_weighted: by the factor
+    policy / old policy, unbiased with k1 and k3 when the old policy sampled."""
 
     @model_validator(mode="after")
     def _has_effect(self) -> "LossKL":
