@@ -8,9 +8,16 @@ from functools import partial
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
-from ebbtide.weightsync.machine import ReceiverPhase, ReceiverState, SenderPhase, SenderState
-from ebbtide.weightsync.machine import receiver_step, sender_step
+from ebbtide.weightsync.machine import (
+    ReceiverPhase,
+    ReceiverState,
+    SenderPhase,
+    SenderState,
+    receiver_step,
+    sender_step,
+)
 from ebbtide.weightsync.machine.events import (
     Arrived,
     Broke,
@@ -98,8 +105,10 @@ class World:
         self.sender, actions = sender_step(self.sender, event)
         for action in actions:
             match action:
-                case Send(link, frame):
+                case Send(link, frame, hands_over):
                     wire = self.wires[link]
+                    if hands_over:  # the handle stands for the generation here
+                        frame = structs.replace(frame, buffer=MemfdHandle(self.sender.generation))
                     if wire.sender_holds and wire.receiver_holds:
                         wire.to_receiver.append(frame)
                 case Drop(link):
@@ -107,9 +116,7 @@ class World:
                 case MakePlan(generation, holds):
                     assert generation not in self.buffers or not self.buffers[generation].is_free
                     self.buffers.setdefault(generation, Buffer())
-                    plan = Plan(
-                        self.sender.version, "full", None, 64, self.sender.keeps_buffer, self.has_digest, MemfdHandle(generation)
-                    )
+                    plan = Plan(self.sender.version, "full", None, 64, self.sender.keeps_buffer, self.has_digest)
                     assert len(holds) == len(self.ranks)
                     self.tell_sender(Planned(plan))
                 case Fill(index):
@@ -135,7 +142,9 @@ class World:
         assert not buffer.is_free
         for rank in self.ranks:
             reads = rank.is_alive and rank.mapped == generation and rank.loading is not None
-            assert not (reads and rank.loading is not None and rank.loading.index % NUM_HALVES == half), "reused too early"
+            assert not (reads and rank.loading is not None and rank.loading.index % NUM_HALVES == half), (
+                "reused too early"
+            )
         buffer.halves[half] = content
 
     def free(self, generation: int) -> None:
@@ -308,9 +317,7 @@ class Chaos(RuleBasedStateMachine):
     world: World
     version = 0
 
-    @initialize(
-        num=st.integers(1, 4), keeps=st.booleans(), digest=st.booleans(), buckets=st.integers(1, 5)
-    )
+    @initialize(num=st.integers(1, 4), keeps=st.booleans(), digest=st.booleans(), buckets=st.integers(1, 5))
     def begin(self, num: int, keeps: bool, digest: bool, buckets: int) -> None:
         self.world = World(num, keeps, digest, buckets)
 
@@ -527,5 +534,5 @@ def test_a_strangers_failure_is_told_to_it_and_the_push_waits_on() -> None:
     state, actions = sender_step(state, Expired())
     [fail] = actions
     assert isinstance(fail, Fail)
-    assert "receivers [0] of 1 did not come" in fail.text
+    assert "receivers [0] of 1 have not come" in fail.text
     assert "'another'" in fail.text

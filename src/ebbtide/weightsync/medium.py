@@ -14,9 +14,8 @@ __all__ = ["Mapping", "SendBuffer"]
 class SendBuffer(Protocol):
     """The sender's end; lives from the first plan that hands it over until nobody has it mapped."""
 
-    @property
-    def handle(self) -> BufferHandle:
-        """What a receiver needs to map it."""
+    def export(self) -> BufferHandle:
+        """What one receiver needs to map it; asked for once for each, since some media count."""
         ...
 
     @property

@@ -7,7 +7,6 @@ from under a reader.
 import fcntl
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from ebbtide.weightsync import accelerator
 from ebbtide.weightsync.buckets import flat_bytes
 from ebbtide.weightsync.machine.sender import NUM_HALVES
 from ebbtide.weightsync.messages import Entry, MemfdHandle
+from ebbtide.weightsync.views import HostViews
 
 __all__ = ["MemfdBuffer", "MemfdMapping"]
 
@@ -40,7 +40,10 @@ class MemfdBuffer:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self._fd, NUM_HALVES * bucket_bytes)
         self._bytes: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = np.frombuffer(self._map, dtype=np.uint8)
-        self.handle = MemfdHandle(NUM_HALVES * bucket_bytes)
+
+    def export(self) -> MemfdHandle:
+        """Its size; the descriptor goes beside it."""
+        return MemfdHandle(NUM_HALVES * self._bucket_bytes)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -109,7 +112,7 @@ class MemfdMapping:
             raise WeightSyncError(problem("plan.buffer", handle.num_bytes, "its memory has another size, or no seal"))
         self._bucket_bytes = bucket_bytes
         self._map = mmap.mmap(fd, handle.num_bytes)
-        self._views: list[tuple[str, weakref.ref[memoryview]]] = []
+        self._views = HostViews(self._map)
 
     def collect(self, half: int, num_bytes: int) -> None:
         """Nothing: the memory is shared."""
@@ -120,22 +123,16 @@ class MemfdMapping:
         return memoryview(self._map)[start : start + num_bytes]
 
     def view(self, half: int, entry: Entry, dtype: torch.dtype) -> Tensor:
-        """Each view has a storage of its own, whose end its memoryview tells, however it was reshaped or sliced."""
-        if not entry.count:
-            return torch.empty(0, dtype=dtype)
-        start = half * self._bucket_bytes + entry.offset_bytes
-        place = memoryview(self._map)[start : start + entry.count * dtype.itemsize]
-        self._views.append((entry.name, weakref.ref(place)))
-        return torch.frombuffer(place, dtype=dtype)
+        """[count] of a half."""
+        return self._views.give(entry.name, half * self._bucket_bytes + entry.offset_bytes, entry.count, dtype)
 
     def synchronize(self) -> None:
         """A consumer may have queued copies from the views to its device."""
         accelerator.synchronize()
 
     def kept(self) -> list[str]:
-        """The weights of which a view is alive; the others are forgotten."""
-        self._views = [(name, place) for name, place in self._views if place() is not None]
-        return [name for name, _ in self._views]
+        """The weights of which a view is alive."""
+        return self._views.kept()
 
     def close(self) -> bool:
         """Unmap; False where views are alive."""

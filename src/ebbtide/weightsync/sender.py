@@ -5,6 +5,7 @@ free. One object serves all pushes of a run, to a fixed number of receivers.
 """
 
 import logging
+import math
 import os
 import select
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
+
+from msgspec.structs import replace
 
 from ebbtide.errors import WeightSyncError, problem
 from ebbtide.weightsync.base import DEFAULT_DEADLINE_S, NamedTensor, PushReport
@@ -260,8 +263,8 @@ class SocketSender:
 
     def _do(self, action: SenderAction) -> list[SenderEvent]:
         match action:
-            case Send(number, frame):
-                self._send(number, frame)
+            case Send(number, frame, hands_over):
+                return self._attempt("plan", partial(self._send, number, frame, hands_over))
             case Drop(number):
                 self._drop(number)
             case MakePlan(generation, holds):
@@ -286,11 +289,12 @@ class SocketSender:
         buffer = self._buffers.get(self._state.generation)
         if buffer is None:
             return []
-        if any(isinstance(frame, Plan) and frame.buffer is not None for frame in frames):
+        if any(isinstance(action, Send) and action.hands_over for action in actions):
             return self._attempt("map", buffer.meet)
         if bucket := next((frame for frame in frames if isinstance(frame, Bucket)), None):
             half = bucket.index % NUM_HALVES
-            return self._attempt("transfer", partial(buffer.deliver, half, bucket.num_bytes))
+            failed = self._attempt("transfer", partial(buffer.deliver, half, bucket.num_bytes))
+            return [*self._wait(0.0), *failed] if failed else []  # a receiver's own words come first
         return []
 
     def _end(self, failure: str | None) -> None:
@@ -307,13 +311,14 @@ class SocketSender:
             return [Broke(kind, describe(error))]
         return [] if event is None else [event]
 
-    def _send(self, number: int, frame: Frame) -> None:
+    def _send(self, number: int, frame: Frame, hands_over: bool) -> None:
         link = self._links.get(number)
         if link is None:
             return
         descriptors: tuple[int, ...] = ()
-        if isinstance(frame, Plan) and frame.buffer is not None:
-            descriptors = self._buffers[self._state.generation].descriptors
+        if hands_over:
+            buffer = self._buffers[self._state.generation]
+            frame, descriptors = replace(frame, buffer=buffer.export()), buffer.descriptors
         # A peer that is gone is told by the end of its connection, after whatever it said last.
         link.send(frame, descriptors, self._options.deadline_s)
 
@@ -343,7 +348,6 @@ class SocketSender:
             bucket_bytes=options.bucket_bytes,
             keeps_buffer=options.keep_buffer,
             has_digest=options.has_digest,
-            buffer=self._buffers[generation].handle,
             adapter=push.adapter,
         )
         return Planned(push.plan)
@@ -360,8 +364,8 @@ class SocketSender:
 
     # From the world to the machine.
 
-    def _wait(self) -> list[SenderEvent]:
-        remaining = self._expires - time.monotonic()
+    def _wait(self, at_most_s: float = math.inf) -> list[SenderEvent]:
+        remaining = min(at_most_s, self._expires - time.monotonic())
         ready = self._poll.poll(max(0.0, remaining * 1000))
         if not ready:
             return [Expired()] if time.monotonic() >= self._expires else []

@@ -90,7 +90,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The shell has chosen what to push; the plan carries the buffer's handle."""
+    """The shell has chosen what to push; the plan has no handle in it yet."""
 
     plan: Plan
 
@@ -134,10 +134,11 @@ class Unmapped:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put a frame on a link; a plan that carries a buffer's handle goes with what belongs to the handle."""
+    """Put a frame on a link; a plan that hands the buffer over is given its handle on the way."""
 
     link: int
     frame: Frame
+    hands_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,8 @@ def _on_frame(state: SenderState, number: int, frame: Frame) -> _Step:
         return _on_greeting(state, number, frame)
     if isinstance(frame, Failed):
         state = _with_link(state, number, replace(link, phase=LinkPhase.LEAVING))
-        text = f"receiver {link.rank} failed in {frame.kind}: {frame.text}"
+        missing = f"; {_awaited(state)}" if state.phase is SenderPhase.GATHERING else ""
+        text = f"receiver {link.rank} failed in {frame.kind}: {frame.text}{missing}"
         return _fail(state, frame.kind, text, number) if _is_busy(state) else _leave(state, [number])
     handler = _HANDLERS.get((link.phase, type(frame)))
     if handler is None:
@@ -303,16 +304,9 @@ def _on_planned(state: SenderState, plan: Plan) -> _Step:
     actions: list[SenderAction] = []
     for number in _members(state, LinkPhase.READY):
         link = state.links[number]
-        has_it = link.maps == state.generation
-        actions.append(Send(number, plan if not has_it else _without_buffer(plan)))
+        actions.append(Send(number, plan, hands_over=link.maps != state.generation))
         state = _with_link(state, number, replace(link, phase=LinkPhase.LOADING, num_loaded=0, maps=state.generation))
     return _fill_if_free(state, actions)
-
-
-def _without_buffer(plan: Plan) -> Plan:
-    return Plan(
-        plan.version, plan.kind, plan.base, plan.bucket_bytes, plan.keeps_buffer, plan.has_digest, None, plan.adapter
-    )
 
 
 def _on_filled(state: SenderState, bucket: Bucket) -> _Step:
@@ -366,7 +360,10 @@ def _on_death(state: SenderState, number: int) -> _Step:
     state = _without_link(state, number)
     actions: list[SenderAction] = [Drop(number), *_free_if_unmapped(state, link.maps)]
     in_push = link.phase in (LinkPhase.LOADING, LinkPhase.RELEASED)
-    if in_push or (link.phase is LinkPhase.READY and _is_busy(state)):
+    # One that is gone before it was ready may be starting anew: then its next connection is here already.
+    is_lost = link.phase is LinkPhase.IDLE and not _members(state, LinkPhase.NEW)
+    is_missed = is_lost and state.phase is SenderPhase.GATHERING and not _has_rank(state, link.rank)
+    if in_push or is_missed or (link.phase is LinkPhase.READY and _is_busy(state)):
         text = f"receiver {link.rank} died, or closed its connection"
         state, more = _fail(state, "died", text)
         return state, [*actions, *more]
@@ -444,7 +441,7 @@ def _awaited(state: SenderState) -> str:
     if state.phase is SenderPhase.GATHERING:
         missing = [rank for rank in ranks if rank not in by_rank or by_rank[rank].phase is not LinkPhase.READY]
         refused = f"; sent off: {'; '.join(state.refusals)}" if state.refusals else ""
-        return f"receivers {missing} of {state.num_receivers} did not come before the deadline{refused}"
+        return f"receivers {missing} of {state.num_receivers} have not come{refused}"
     if state.phase is SenderPhase.CLOSING:
         return f"receivers {[r for r in ranks if by_rank[r].phase is LinkPhase.RELEASED]} did not close their mapping"
     late = [r for r in ranks if by_rank[r].phase is LinkPhase.LOADING and not _is_ahead(state, by_rank[r])]
@@ -457,6 +454,10 @@ def _is_ahead(state: SenderState, link: Link) -> bool:
 
 def _wants_another(state: SenderState, link: Link) -> str:
     return f"receiver {link.rank} waits for version {link.wanted}, not for {state.version}"
+
+
+def _has_rank(state: SenderState, rank: int | None) -> bool:
+    return any(link.rank == rank and link.phase is not LinkPhase.LEAVING for link in state.links.values())
 
 
 def _members(state: SenderState, phase: LinkPhase) -> list[int]:
