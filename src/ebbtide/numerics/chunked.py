@@ -119,18 +119,19 @@ class _GivenStats(torch.autograd.Function):
 def _forward(source: LogitSource, request: Request) -> tuple[Results, Tensor]:
     """The results, and the log of each token's normaliser [N]."""
     tiling, dtype, device = source.tiling, request.dtype, request.targets.device
-    buffers = Buffers(tiling, 1 + request.want_entropy, dtype, device)
+    buffers = Buffers(tiling, dtype, device)
     softmax = _RunningSoftmax(tiling.num_tokens, request.want_entropy, dtype, device)
     picks = _Picks(_pick_ids(request.targets, request.candidates), dtype)
     topk = RunningTopK(tiling.num_tokens, request.top_k, dtype, device) if request.top_k else None
     for vocab in tiling.vocab_slices():
         source.enter(vocab)
         for rows in tiling.token_slices():
-            z = source.logits(buffers.tile(0, rows, vocab), rows, vocab)
+            z = source.logits(buffers, rows, vocab)
             picks.take(z, rows, vocab)
             if topk is not None:
                 topk.take(z, rows, vocab)
-            softmax.take_(z, rows, buffers.tile(1, rows, vocab) if request.want_entropy else None)
+            softmax.take_(z, rows, buffers.tile("spare", rows, vocab) if request.want_entropy else None)
+            del z  # before the next product asks for as much
     lse_N, entropy_N = softmax.finish()
     logprobs = _logprobs(picks.logits, lse_N)
     ids, topk_logprobs = None, None
@@ -144,17 +145,18 @@ def _forward(source: LogitSource, request: Request) -> tuple[Results, Tensor]:
 def _backward(source: LogitSource, rule: LogitRule, slopes: "_Slopes") -> None:
     """Every tile of logits again, turned into its gradient in place and handed to the source."""
     tiling = source.tiling
-    num_buffers = 1 + (slopes.of_entropy is not None) + (rule.softcap is not None)
-    buffers = Buffers(tiling, num_buffers, slopes.lse.dtype, slopes.lse.device)
+    buffers = Buffers(tiling, slopes.lse.dtype, slopes.lse.device)
     for vocab in tiling.vocab_slices():
         source.enter(vocab)
         for rows in tiling.token_slices():
-            tanh = buffers.tile(num_buffers - 1, rows, vocab) if rule.softcap is not None else None
-            z = source.logits(buffers.tile(0, rows, vocab), rows, vocab, tanh)
-            grad = slopes.grad_(z, rows, vocab, buffers.tile(1, rows, vocab) if num_buffers > 1 else None)
+            tanh = buffers.tile("tanh", rows, vocab) if rule.softcap is not None else None
+            z = source.logits(buffers, rows, vocab, tanh)
+            spare = buffers.tile("spare", rows, vocab) if slopes.of_entropy is not None else None
+            grad = slopes.grad_(z, rows, vocab, spare)
             if tanh is not None:
                 grad.addcmul_(grad, tanh.square_(), value=-1)
             source.accept(grad, rows, vocab)
+            del z, grad  # before the next product asks for as much
 
 
 class _RunningSoftmax:

@@ -7,7 +7,7 @@ leaves the wide vector units idle and takes twice the time. Both accumulate in f
 import torch
 from torch import Tensor
 
-__all__ = ["add_product", "is_worth_onednn", "product_into"]
+__all__ = ["add_product", "is_worth_onednn", "onednn_product", "product_into"]
 
 _MIN_FLOPS = 1 << 30  # oneDNN compiles a kernel for each new shape, which takes a millisecond
 
@@ -20,18 +20,23 @@ def is_worth_onednn(like: Tensor, num_flops: int) -> bool:
     return is_there and bool(torch.backends.mkldnn.enabled)
 
 
-def product_into(out: Tensor, a: Tensor, b: Tensor, *, onednn: bool, narrow: Tensor | None = None) -> Tensor:
+def onednn_product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` [m, n] float32, in memory of its own; transposed factors cost nothing."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return product
+
+
+def product_into(out: Tensor, a: Tensor, b: Tensor, *, narrow: Tensor | None = None) -> Tensor:
     """`out = a @ b`.
 
     Args:
         out: [m, n], in the dtype of the sum.
         a: [m, k].
         b: [k, n], in the dtype of `a`.
-        onednn: what `is_worth_onednn` said.
         narrow: [m, n] in the dtype of `a`, to round to where the CPU cannot return what it has summed.
     """
     if a.dtype == out.dtype:
-        return out.copy_(_onednn(a, b)) if onednn else torch.mm(a, b, out=out)
+        return torch.mm(a, b, out=out)
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
     return out.copy_(torch.mm(a, b) if narrow is None else torch.mm(a, b, out=narrow))
@@ -39,16 +44,12 @@ def product_into(out: Tensor, a: Tensor, b: Tensor, *, onednn: bool, narrow: Ten
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool, onednn: bool) -> None:
     """`total += a @ b`; the first product overwrites, so that nobody need fill with zeros before."""
-    if is_first:
-        product_into(total, a, b, onednn=onednn)
-    elif a.dtype != total.dtype:
-        total.add_(torch.mm(a, b, out_dtype=total.dtype) if a.is_cuda else torch.mm(a, b))
-    elif onednn:
-        total.add_(_onednn(a, b))
-    else:
+    if onednn:
+        product = onednn_product(a, b)
+        _ = total.copy_(product) if is_first else total.add_(product)
+    elif is_first:
+        product_into(total, a, b)
+    elif a.dtype == total.dtype:
         total.addmm_(a, b)
-
-
-def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return product
+    else:
+        total.add_(torch.mm(a, b, out_dtype=total.dtype) if a.is_cuda else torch.mm(a, b))

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ebbtide.numerics.products import add_product, is_worth_onednn, product_into
+from ebbtide.numerics.products import add_product, is_worth_onednn, onednn_product, product_into
 from ebbtide.numerics.tiles import FLOOR, Buffers, LogitRule, Tiling
 
 __all__ = ["GivenLogits", "HeadLogits", "LogitSource"]
@@ -23,8 +23,11 @@ class LogitSource(Protocol):
         """Begin a slice of the vocabulary."""
         ...
 
-    def logits(self, out: Tensor, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
-        """Fill `out` [tokens, vocab] with logits, never below FLOOR; `tanh` with the soft-cap's, where given."""
+    def logits(self, buffers: Buffers, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
+        """[tokens, vocab], never below FLOOR, the caller's to overwrite until the next call; fills `tanh` where given.
+
+        They are in the buffer "logits", or in memory that a product has returned.
+        """
         ...
 
     def accept(self, grad: Tensor, rows: slice, vocab: slice) -> None:
@@ -58,9 +61,9 @@ class HeadLogits:
     ) -> None:
         self.tiling = tiling
         self._hidden, self._weight, self._bias, self._rule = hidden_ND, weight_VD, bias_V, rule
-        # Half precision is rounded where the CPU returns it, and to the gradient's own products everywhere.
+        # Half precision: the CPU returns logits rounded to it, and a tile of the gradient is a factor in it everywhere.
         self._is_narrow = hidden_ND.dtype != dtype
-        self._narrow = Buffers(tiling, int(self._is_narrow), hidden_ND.dtype, hidden_ND.device)
+        self._narrow = Buffers(tiling, hidden_ND.dtype, hidden_ND.device)
         # The first tile overwrites; without tokens there is none.
         make = torch.empty_like if tiling.num_tokens else torch.zeros_like
         self.d_hidden = make(hidden_ND, dtype=dtype) if wanted[0] else None
@@ -79,13 +82,18 @@ class HeadLogits:
         if self._bias is not None:
             self._bias_v = self._bias[vocab].to(self._dtype).clamp(min=FLOOR)
 
-    def logits(self, out: Tensor, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
+    def logits(self, buffers: Buffers, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
         """One product, and what the rule does to it."""
-        narrow = self._narrow.tile(0, rows, vocab) if self._is_narrow else None
-        product_into(out, self._hidden[rows], self._weight_vD.t(), onednn=self._onednn, narrow=narrow)
+        if self._onednn:
+            z = onednn_product(self._hidden[rows], self._weight_vD.t())
+        else:
+            narrow = self._narrow.tile("product", rows, vocab) if self._is_narrow and not self._hidden.is_cuda else None
+            z = product_into(
+                buffers.tile("logits", rows, vocab), self._hidden[rows], self._weight_vD.t(), narrow=narrow
+            )
         if self._bias is not None:
-            out.add_(self._bias_v)
-        return self._rule.apply_(out, rows, tanh)
+            z.add_(self._bias_v)
+        return self._rule.apply_(z, rows, tanh)
 
     def accept(self, grad: Tensor, rows: slice, vocab: slice) -> None:
         """Two products: one adds to the hidden states' gradient, one to the slice of the weight's."""
@@ -95,7 +103,7 @@ class HeadLogits:
             if rows.stop == self.tiling.num_tokens:
                 self.d_bias[vocab] = sum_v
         if self._is_narrow:
-            grad = self._narrow.tile(0, rows, vocab).copy_(grad)
+            grad = self._narrow.tile("product", rows, vocab).copy_(grad)
         if self.d_hidden is not None:
             add_product(self.d_hidden[rows], grad, self._weight_vD, is_first=vocab.start == 0, onednn=self._onednn)
         if self.d_weight is not None:
@@ -120,10 +128,10 @@ class GivenLogits:
     def enter(self, vocab: slice) -> None:
         """Nothing to prepare."""
 
-    def logits(self, out: Tensor, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
+    def logits(self, buffers: Buffers, rows: slice, vocab: slice, tanh: Tensor | None = None) -> Tensor:
         """A copy, which is also the cast."""
-        out.copy_(self._logits[rows, vocab]).clamp_(min=FLOOR)
-        return self._rule.apply_(out, rows, tanh)
+        z = buffers.tile("logits", rows, vocab).copy_(self._logits[rows, vocab]).clamp_(min=FLOOR)
+        return self._rule.apply_(z, rows, tanh)
 
     def accept(self, grad: Tensor, rows: slice, vocab: slice) -> None:
         """Put it where it belongs."""

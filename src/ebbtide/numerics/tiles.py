@@ -95,22 +95,24 @@ class LogitRule:
 
 
 class Buffers:
-    """Memory for tiles, taken once and shaped anew for each tile.
+    """Memory for tiles by name, each taken at its first use and shaped anew for every tile.
 
     Args:
         tiling: the cut.
-        count: buffers in use at once.
-        dtype: of their elements.
+        dtype: of the elements.
         device: where they are.
     """
 
-    def __init__(self, tiling: Tiling, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._flat = [torch.empty(tiling.tokens * tiling.vocab, dtype=dtype, device=device) for _ in range(count)]
+    def __init__(self, tiling: Tiling, dtype: torch.dtype, device: torch.device) -> None:
+        self._elements, self._dtype, self._device = tiling.tokens * tiling.vocab, dtype, device
+        self._flat: dict[str, Tensor] = {}
 
-    def tile(self, index: int, rows: slice, vocab: slice) -> Tensor:
+    def tile(self, name: str, rows: slice, vocab: slice) -> Tensor:
         """[tokens, vocab], contiguous, whatever it holds."""
+        if name not in self._flat:
+            self._flat[name] = torch.empty(self._elements, dtype=self._dtype, device=self._device)
         shape = (rows.stop - rows.start, vocab.stop - vocab.start)
-        return self._flat[index][: shape[0] * shape[1]].view(shape)
+        return self._flat[name][: shape[0] * shape[1]].view(shape)
 
 
 def _slices(stop: int, step: int) -> Iterator[slice]:
