@@ -1,10 +1,8 @@
 """Every logger in the folder, through the same events."""
 
-import contextlib
 import importlib
 import importlib.util
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,20 +13,19 @@ import pytest
 from ebbtide import config, plugins
 from ebbtide.errors import MissingExtraError
 from ebbtide.observe.sinks.base import Sink
+from tests.observe.sinks.services import services_end
 
 RECIPE: dict[str, Any] = {"name": "contract", "steps": 3, "optim": {"lr": 1e-4}, "rewards": [{"type": "exact"}]}
 # What keeps each one on this machine; a new logger that needs nothing is tested by being there.
 SETTINGS: dict[str, dict[str, Any]] = {
     "wandb": {"mode": "offline"},
-    "mlflow": {"tracking_uri": "sqlite:///{folder}/db"},
+    "mlflow": {"tracking_uri": "file://{folder}/mlruns"},
 }
 
 pytestmark = [
     # These packages' own warnings are not ours.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
@@ -38,11 +35,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _end_services() -> Iterator[None]:
-    yield
-    if wandb := sys.modules.get("wandb"):
-        with contextlib.suppress(OSError):
-            wandb.teardown()
+def _services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with services_end(monkeypatch):
+        yield
 
 
 def make(name: str, folder: Path) -> Sink:

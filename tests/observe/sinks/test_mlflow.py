@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -5,10 +6,20 @@ import pytest
 from ebbtide import config
 from ebbtide.errors import ConfigError
 from ebbtide.observe.sinks.mlflow import MLflowSink
+from tests.observe.sinks.services import services_end
 
 mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with services_end(monkeypatch):
+        yield
 
 
 def make(folder: Path, uri: str) -> MLflowSink:
@@ -17,7 +28,7 @@ def make(folder: Path, uri: str) -> MLflowSink:
 
 
 def test_a_run_holds_steps_and_recipe_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"file://{tmp_path}/mlruns"
     for first in (1, 3):
         sink = make(tmp_path, uri)
         for step in (first, first + 1):

@@ -11,17 +11,17 @@ import pytest
 from ebbtide import config
 from ebbtide.errors import ConfigError
 from ebbtide.observe.sinks.wandb import WandbSink
+from tests.observe.sinks.services import services_end
 
 wandb = pytest.importorskip("wandb", reason="the extra wandb is not installed")
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)
-def _end_service() -> Iterator[None]:
-    yield
-    with contextlib.suppress(OSError):
-        wandb.teardown()
+def _services(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with services_end(monkeypatch):
+        yield
 
 
 def make(folder: Path) -> WandbSink:
@@ -37,6 +37,7 @@ def test_an_offline_run_holds_steps_recipe_and_name(tmp_path: Path) -> None:
     sink.write(2, {"reward/mean": 0.75})
     sink.write(2, {"eval/accuracy": 1.0})
     sink.close()
+    wandb.teardown()  # its service writes the file, and may still be at it
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     steps: dict[int, dict[str, float]] = {}
     runs = []
@@ -77,7 +78,6 @@ def test_a_service_that_died_is_an_oserror(tmp_path: Path) -> None:
     for process in psutil.Process().children():
         if "wandb" in process.name():
             process.kill()
-            process.wait()
     errors = []
     for step in range(3, 40):  # the first may still find their way into the socket
         try:

@@ -40,7 +40,7 @@ class MLflowSink:
             self._run_id: str = self._begin(config.experiment)
         except self._mlflow.exceptions.MlflowException as error:
             rule, uri = f"MLflow cannot begin: {error}", config.tracking_uri
-            raise ConfigError(problem("observe.sinks.tracking_uri", uri, rule, "Is the server up?")) from error
+            raise ConfigError(problem("observe.sinks.tracking_uri", uri, rule)) from error
         self._is_closed = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
