@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ __all__ = ["InProcessTransport"]
 class InProcessTransport:
     """Both halves of a push in one process and one event loop.
 
-    `load` gets the trainer's own tensors, detached, without a copy: they are valid until it returns, and a consumer
-    that keeps one would see the next update in it. `owned` gives it copies that it may keep.
+    `load` gets the trainer's own tensors, detached, without a copy: a consumer may keep one, and then sees the next
+    update in it. `owned` gives it copies instead.
 
     Args:
         dtype: floating-point weights of another dtype are cast to it, which makes a copy; None leaves them.
@@ -39,6 +40,11 @@ class InProcessTransport:
         self._deadline_s = deadline_s
         self._meeting: _Meeting | None = None
         self._is_closed = False
+
+    @property
+    def shares_tensors(self) -> Literal[True]:
+        """What `load` gets stays valid: it is no view of a buffer."""
+        return True
 
     async def send(self, weights: Iterable[NamedTensor], version: int) -> PushReport:
         """Push all weights; `load` runs in this call, between two of the event loop's turns.

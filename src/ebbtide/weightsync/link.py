@@ -3,6 +3,7 @@
 An address is `unix:<path>` or `tcp:<host>:<port>:<token>`; the sender makes it, and receivers are told it.
 """
 
+import errno
 import os
 import secrets
 import select
@@ -24,6 +25,7 @@ Incoming = Frame | MalformedFrameError | None
 
 _MAX_DESCRIPTORS = 4
 _BACKLOG = 64
+_EXIT_S = 0.05
 _MAX_PATH_BYTES = 107  # of a Unix socket's address, by the kernel
 
 
@@ -44,6 +46,10 @@ class Link(Protocol):
 
     def take_descriptors(self) -> list[int]:
         """The descriptors that came since the last call; the caller owns them."""
+        ...
+
+    def is_peer_dead(self) -> bool:
+        """Whether the peer's process has ended; False where that cannot be known."""
         ...
 
     def close(self) -> None:
@@ -112,7 +118,7 @@ class UnixListener:
             accepted, _ = self._socket.accept()
         except (BlockingIOError, ConnectionError):
             return None
-        if _peer_uid(accepted) != os.geteuid():
+        if _peer(accepted)[1] != os.geteuid():
             accepted.close()
             return None
         return _UnixLink(accepted)
@@ -196,15 +202,17 @@ def _connect_unix(path: str, deadline_s: float) -> Link:
     except OSError:
         connected.close()
         raise
-    if (uid := _peer_uid(connected)) != os.geteuid():
+    if (uid := _peer(connected)[1]) != os.geteuid():
         connected.close()
         raise WeightSyncError(problem("weightsync.address", path, f"belongs to user {uid}, not to this one"))
     return _UnixLink(connected)
 
 
-def _peer_uid(connected: socket.socket) -> int:
+def _peer(connected: socket.socket) -> tuple[int, int]:
+    """The peer's process and user."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
 
 
 class _UnixLink:
@@ -256,6 +264,18 @@ class _UnixLink:
     def take_descriptors(self) -> list[int]:
         taken, self._descriptors = self._descriptors, []
         return taken
+
+    def is_peer_dead(self) -> bool:
+        pid, _ = _peer(self._socket)
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError as error:
+            return error.errno == errno.ESRCH
+        try:
+            # A process closes its sockets a moment before it counts as ended.
+            return bool(select.select([fd], [], [], _EXIT_S)[0])
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         self._socket.close()
@@ -324,6 +344,9 @@ class _TcpLink:
 
     def take_descriptors(self) -> list[int]:
         return []
+
+    def is_peer_dead(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._socket.close()

@@ -79,6 +79,7 @@ class SocketReceiver:
         run: the sender's.
         holds: the version of the weights that the consumer has; None where it has none that are complete.
         deadline_s: how long to wait for anything to move.
+        open_buffer: makes the mapping of a plan's buffer, for media of one's own.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class SocketReceiver:
         run: str = "ebbtide",
         holds: int | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        open_buffer: Callable[[Plan, int, Sequence[int], float], Mapping] = open_mapping,
     ) -> None:
         self._address = address
         self._deadline_s = deadline_s
+        self._open_buffer = open_buffer
         self._state = ReceiverState(run=run, rank=rank, token=token_of(address), pid=os.getpid(), holds=holds)
         self._link: Link | None = None
         self._mapping: Mapping | None = None
@@ -115,15 +118,17 @@ class SocketReceiver:
             WeightSyncError: the sender failed, died, was silent beyond the deadline or brings another version, or
                 `load` raised or kept a view. `holds` tells whether the weights are torn.
         """
+        self._refuse_if_closed(version)
         call = partial(self.receive_blocking, load, version, load_adapter)
         await self._worker.run(call, self.cancel)
 
     def receive_blocking(self, load: Load, version: int, load_adapter: LoadAdapter | None = None) -> None:
         """`receive` for a plain loop; `load` runs in the calling thread."""
         rank = self._state.rank
-        if self._is_closed or self._push is not None:
-            rule = "this receiver is closed" if self._is_closed else "another push is under way"
-            raise WeightSyncError(problem(f"receiver[{rank}].version", version, rule))
+        self._refuse_if_closed(version)
+        if self._push is not None:
+            rule = "another push is under way"
+            raise WeightSyncError(problem(f"receiver[{rank}].version", version, rule, "Await it first"))
         self._wake.clear()
         self._stranded = [pair for pair in self._stranded if not _let_go(*pair)]
         self._connect()
@@ -163,6 +168,11 @@ class SocketReceiver:
         self._stranded.clear()
         self._wake.close()
         self._worker.close()
+
+    def _refuse_if_closed(self, version: int) -> None:
+        if self._is_closed:
+            rule = "this receiver is closed"
+            raise WeightSyncError(problem(f"receiver[{self._state.rank}].version", version, rule, "Make a new one"))
 
     def _connect(self) -> None:
         """Have a connection that no news of a broken push waits on."""
@@ -238,7 +248,7 @@ class SocketReceiver:
     def _map(self, plan: Plan) -> ReceiverEvent:
         assert self._link is not None
         assert self._push is not None
-        self._mapping = open_mapping(plan, self._state.rank, self._link.take_descriptors(), self._deadline_s)
+        self._mapping = self._open_buffer(plan, self._state.rank, self._link.take_descriptors(), self._deadline_s)
         return Mapped()
 
     def _load(self, bucket: Bucket) -> list[ReceiverEvent]:

@@ -22,7 +22,7 @@ from ebbtide.weightsync.base import DEFAULT_DEADLINE_S, NamedTensor, PushReport
 from ebbtide.weightsync.buckets import ALIGNMENT, Filler
 from ebbtide.weightsync.delta import ChangeFilter
 from ebbtide.weightsync.digests import bucket_digest, hex_digest
-from ebbtide.weightsync.link import Link, Listener
+from ebbtide.weightsync.link import Incoming, Link, Listener
 from ebbtide.weightsync.machine.events import (
     Arrived,
     Broke,
@@ -43,7 +43,7 @@ from ebbtide.weightsync.machine.events import (
     Send,
     Start,
 )
-from ebbtide.weightsync.machine.sender import NUM_HALVES, SenderAction, SenderEvent, SenderState, sender_step
+from ebbtide.weightsync.machine.sender import NUM_HALVES, LinkPhase, SenderAction, SenderEvent, SenderState, sender_step
 from ebbtide.weightsync.medium import SendBuffer
 from ebbtide.weightsync.messages import Adapter, Bucket, Frame, MalformedFrameError, Plan
 from ebbtide.weightsync.worker import Wake, Worker, describe
@@ -54,6 +54,7 @@ HOST_BUCKET_BYTES = 4 << 20
 """For host memory: two halves that stay in the last-level cache beat larger ones, see benchmarks/weightsync.py."""
 
 _LOG = logging.getLogger("ebbtide.weightsync")
+_MAX_READ = 64  # frames of one peer in a row
 _FAREWELL_S = 1.0  # how long `close` waits for receivers that still have a buffer mapped
 
 
@@ -160,17 +161,19 @@ class SocketSender:
             WeightSyncError: a receiver failed, died, was silent beyond the deadline or wants another version, or
                 `weights` raised. Receivers whose weights are torn know it; the next push starts anew.
         """
+        self._refuse_if_closed(version)
         return await self._worker.run(partial(self.send_blocking, weights, version), self.cancel)
 
     async def send_adapter(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter) -> PushReport:
         """Push a LoRA adapter's weights alone, to receivers that have complete base weights."""
+        self._refuse_if_closed(version)
         return await self._worker.run(partial(self.send_blocking, weights, version, adapter), self.cancel)
 
     def send_blocking(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter | None = None) -> PushReport:
         """`send`, or `send_adapter` where an adapter is given, for a plain loop."""
-        if self._is_closed or self._push is not None:
-            rule = "this sender is closed" if self._is_closed else "another push is under way"
-            raise WeightSyncError(problem("push.version", version, rule))
+        self._refuse_if_closed(version)
+        if self._push is not None:
+            raise WeightSyncError(problem("push.version", version, "another push is under way", "Await it first"))
         self._wake.clear()
         push = self._push = _Push(version, weights, adapter, time.monotonic())
         try:
@@ -222,6 +225,10 @@ class SocketSender:
         self._listener.close()
         self._wake.close()
         self._worker.close()
+
+    def _refuse_if_closed(self, version: int) -> None:
+        if self._is_closed:
+            raise WeightSyncError(problem("push.version", version, "this sender is closed", "Make a new one"))
 
     def _report(self, push: _Push) -> PushReport:
         if push.failure is not None:
@@ -390,15 +397,23 @@ class SocketSender:
         return [Connected(number)]
 
     def _read(self, number: int) -> list[SenderEvent]:
-        events: list[SenderEvent] = []
         link = self._links[number]
-        for item in link.receive():
-            if item is None:
-                events.append(Died(number))
-            elif isinstance(item, MalformedFrameError):
-                events.append(Malformed(number, str(item)))
-            else:
-                events.append(Arrived(number, item))
+        items: list[Incoming] = []
+        while (found := link.receive()) and len(items) < _MAX_READ:
+            items += found
+            if items[-1] is None:
+                break
         for fd in link.take_descriptors():  # no receiver has any to give
             os.close(fd)
-        return events
+        is_outside = self._state.links[number].phase in (LinkPhase.NEW, LinkPhase.IDLE)
+        if items and items[-1] is None and is_outside:  # what it said before it left is about a push that is past
+            return [Died(number, link.is_peer_dead())]
+        return [_event(number, item) for item in items]
+
+
+def _event(number: int, item: Incoming) -> SenderEvent:
+    if item is None:
+        return Died(number)
+    if isinstance(item, MalformedFrameError):
+        return Malformed(number, str(item))
+    return Arrived(number, item)

@@ -60,9 +60,10 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The other end of the link is gone."""
+    """The other end of the link is gone; `is_dead` where its process is known to be, and will not come back."""
 
     link: int
+    is_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ def sender_step(state: SenderState, event: SenderEvent) -> _Step:
             return _on_frame(state, link, frame)
         case Malformed(link, text):
             return _on_malformed(state, link, text)
-        case Died(link):
-            return _on_death(state, link)
+        case Died(link, is_dead):
+            return _on_death(state, link, is_dead)
         case Planned(plan):
             return _on_planned(state, plan)
         case Filled(bucket):
@@ -352,7 +352,7 @@ def _on_malformed(state: SenderState, number: int, text: str) -> _Step:
     return _unexpected(state, number, f"sent what is no frame: {text}")
 
 
-def _on_death(state: SenderState, number: int) -> _Step:
+def _on_death(state: SenderState, number: int, is_dead: bool = False) -> _Step:
     """The link is gone, and with it the peer's mapping."""
     link = state.links.get(number)
     if link is None:
@@ -360,8 +360,8 @@ def _on_death(state: SenderState, number: int) -> _Step:
     state = _without_link(state, number)
     actions: list[SenderAction] = [Drop(number), *_free_if_unmapped(state, link.maps)]
     in_push = link.phase in (LinkPhase.LOADING, LinkPhase.RELEASED)
-    # One that is gone before it was ready may be starting anew: then its next connection is here already.
-    is_lost = link.phase is LinkPhase.IDLE and not _members(state, LinkPhase.NEW)
+    # One that only hung up before it was ready may come back, and so may one whose successor is connecting.
+    is_lost = is_dead and link.phase is LinkPhase.IDLE and not _members(state, LinkPhase.NEW)
     is_missed = is_lost and state.phase is SenderPhase.GATHERING and not _has_rank(state, link.rank)
     if in_push or is_missed or (link.phase is LinkPhase.READY and _is_busy(state)):
         text = f"receiver {link.rank} died, or closed its connection"
