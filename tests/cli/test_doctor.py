@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli import doctor as module
-from ebbtide.cli.doctor import EXTRAS, Finding
+from ebbtide.cli.doctor import EXTRAS, _Finding
 from ebbtide.cli.main import main
 
 GOOD = {"torch": "2.13.0", "transformers": "5.19.0", "threads": 2, "cuda_build": None, "devices": []}
@@ -23,7 +23,7 @@ def _no_companions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
 
 
-def find(findings: list[Finding], name: str) -> Finding:
+def find(findings: list[_Finding], name: str) -> _Finding:
     (found,) = (finding for finding in findings if finding.name == name)
     return found
 
@@ -38,7 +38,7 @@ def test_every_extra_of_the_package_is_examined() -> None:
 
 def test_a_sound_machine_is_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     probe_gives(monkeypatch, 0, json.dumps(GOOD))
-    monkeypatch.setattr(module, "_requirements", lambda: iter([Finding("packages", "ok", "fit")]))
+    monkeypatch.setattr(module, "_requirements", lambda: iter([_Finding("packages", "ok", "fit")]))
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\nready to train\n")
@@ -120,7 +120,7 @@ def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_without_a_cuda_build_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     probe_gives(monkeypatch, 0, json.dumps(GOOD))
-    monkeypatch.setattr(module.shutil, "which", lambda name: "/usr/bin/nvidia-smi")  # type: ignore[attr-defined]
+    monkeypatch.setattr(module.shutil, "which", lambda name: "nvidia-smi")  # type: ignore[attr-defined]
     found = find(list(module._models()), "device")
     assert found.state == "missing"
     assert "this torch is built for the CPU" in found.text

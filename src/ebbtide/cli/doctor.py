@@ -51,7 +51,7 @@ _PROBE_COMPANION = "import torch; import {module}"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class _Finding:
     """One line of the examination.
 
     Attributes:
@@ -88,7 +88,7 @@ class Doctor:
         return 0 if is_sound else 1
 
 
-def _print(findings: list[Finding], *, is_sound: bool) -> None:
+def _print(findings: list[_Finding], *, is_sound: bool) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.state:8} {finding.name:{width}}  {finding.text}")
@@ -97,23 +97,23 @@ def _print(findings: list[Finding], *, is_sound: bool) -> None:
     print("\nready to train" if is_sound else "\nnot ready: mend what is broken")
 
 
-def _python() -> Iterator[Finding]:
+def _python() -> Iterator[_Finding]:
     version = sys.version_info
     text = f"{version.major}.{version.minor}.{version.micro} in {sys.prefix}"
     is_known = (3, 11) <= version[:2] <= (3, 12)
-    yield Finding(
+    yield _Finding(
         "python", "ok" if is_known else "broken", text, "" if is_known else "ebbtide needs Python 3.11 or 3.12"
     )
 
 
-def _requirements() -> Iterator[Finding]:
+def _requirements() -> Iterator[_Finding]:
     """Each package that ebbtide always needs, against the range that it was made for."""
     from packaging.requirements import Requirement
 
     try:
         lines = metadata.requires("ebbtide") or []
     except metadata.PackageNotFoundError:
-        yield Finding(
+        yield _Finding(
             "ebbtide", "broken", "is not installed, so that its versions cannot be checked", "pip install -e ."
         )
         return
@@ -124,89 +124,89 @@ def _requirements() -> Iterator[Finding]:
         version = _version(requirement.name)
         install = f"pip install '{requirement.name}{requirement.specifier}'"
         if version is None:
-            yield Finding(requirement.name, "broken", "is not installed", install)
+            yield _Finding(requirement.name, "broken", "is not installed", install)
         elif not requirement.specifier.contains(version, prereleases=True):
             text = f"{version} is outside {requirement.specifier}"
-            yield Finding(requirement.name, "broken", text, install)
+            yield _Finding(requirement.name, "broken", text, install)
         else:
             num_good += 1
-    yield Finding("packages", "ok", f"{num_good} that are always needed are there in versions that fit")
+    yield _Finding("packages", "ok", f"{num_good} that are always needed are there in versions that fit")
 
 
-def _models() -> Iterator[Finding]:
+def _models() -> Iterator[_Finding]:
     """Whether torch and transformers' models can be imported, on which devices; and who is to blame if not."""
     code, output, errors = _run(_PROBE_MODELS)
     broken = list(_companions())
     yield from broken
     if code != 0:
         remedy = "Remove what is broken beside it" if broken else "Install torch and transformers again"
-        yield Finding("models", "broken", f"transformers' models cannot be imported: {_last_line(errors)}", remedy)
+        yield _Finding("models", "broken", f"transformers' models cannot be imported: {_last_line(errors)}", remedy)
         return
     found = json.loads(output)
-    yield Finding("models", "ok", f"torch {found['torch']} and transformers {found['transformers']} can be imported")
+    yield _Finding("models", "ok", f"torch {found['torch']} and transformers {found['transformers']} can be imported")
     for device in found["devices"]:
         text = f"{device['name']}, {device['memory_bytes'] / _GIB:.1f} GiB, {device['free_bytes'] / _GIB:.1f} free"
-        yield Finding(f"cuda:{device['index']}", "ok", text)
+        yield _Finding(f"cuda:{device['index']}", "ok", text)
     if not found["devices"]:
         yield from _no_device(found)
 
 
-def _no_device(found: dict[str, Any]) -> Iterator[Finding]:
+def _no_device(found: dict[str, Any]) -> Iterator[_Finding]:
     has_driver = shutil.which("nvidia-smi") is not None
     if has_driver and found["cuda_build"] is None:
         remedy = "Install a CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        yield Finding("device", "missing", "there is an NVIDIA driver, but this torch is built for the CPU", remedy)
+        yield _Finding("device", "missing", "there is an NVIDIA driver, but this torch is built for the CPU", remedy)
     else:
-        yield Finding("device", "ok", f"cpu, {found['threads']} threads; no accelerator")
+        yield _Finding("device", "ok", f"cpu, {found['threads']} threads; no accelerator")
 
 
-def _companions() -> Iterator[Finding]:
+def _companions() -> Iterator[_Finding]:
     for module in _COMPANIONS:
         if importlib.util.find_spec(module) is None:
             continue
         code, _, errors = _run(_PROBE_COMPANION.format(module=module))
         version = _version(module) or "of unknown version"
         if code == 0:
-            yield Finding(module, "ok", f"{version} fits this torch")
+            yield _Finding(module, "ok", f"{version} fits this torch")
             continue
         text = f"{version} was built for another torch, and breaks transformers and vLLM: {_last_line(errors)}"
         remedy = f"pip uninstall -y {module} (ebbtide needs none of it; vLLM's CPU build comes by `make setup-vllm`)"
-        yield Finding(module, "broken", text, remedy)
+        yield _Finding(module, "broken", text, remedy)
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[_Finding]:
     import psutil
 
     from ebbtide.observe.environment import machine
 
     found = machine()
-    yield Finding("cpu", "ok", f"{found.num_cores:g} cores, {found.cpu}")
+    yield _Finding("cpu", "ok", f"{found.num_cores:g} cores, {found.cpu}")
     free = min(psutil.virtual_memory().available, found.memory_bytes)
     text = f"{found.memory_bytes / _GIB:.1f} GiB, {free / _GIB:.1f} available"
-    yield Finding("memory", "ok", text)
+    yield _Finding("memory", "ok", text)
     folder = env.runs_dir().absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     disk = shutil.disk_usage(existing).free
     is_low = disk < _GIB
     remedy = "Checkpoints need room; EBBTIDE_RUNS names another folder for runs" if is_low else ""
-    yield Finding("disk", "missing" if is_low else "ok", f"{disk / _GIB:.1f} GiB free for {folder}", remedy)
+    yield _Finding("disk", "missing" if is_low else "ok", f"{disk / _GIB:.1f} GiB free for {folder}", remedy)
 
 
-def _hub() -> Iterator[Finding]:
+def _hub() -> Iterator[_Finding]:
     if env.is_hub_offline():
-        yield Finding("hub", "ok", "forbidden by HF_HUB_OFFLINE: models and data come from this machine alone")
+        yield _Finding("hub", "ok", "forbidden by HF_HUB_OFFLINE: models and data come from this machine alone")
     else:
-        yield Finding("hub", "ok", "allowed: a model's hub id is downloaded when it is first named")
+        yield _Finding("hub", "ok", "allowed: a model's hub id is downloaded when it is first named")
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[_Finding]:
     for extra, (purpose, distributions) in EXTRAS.items():
         versions = [f"{name} {version}" for name in distributions if (version := _version(name))]
         if versions:
-            yield Finding(extra, "ok", f"{versions[0]}; {purpose}")
+            yield _Finding(extra, "ok", f"{versions[0]}; {purpose}")
         else:
             gpu_or_cpu = "; without a GPU: make setup-vllm" if extra == "vllm" else ""
-            yield Finding(extra, "missing", f"not installed; {purpose}", f"pip install 'ebbtide[{extra}]'{gpu_or_cpu}")
+            yield _Finding(extra, "missing", f"not installed; {purpose}", f"pip install 'ebbtide[{extra}]'{gpu_or_cpu}")
 
 
 def _version(distribution: str) -> str | None:

@@ -116,7 +116,3 @@ def _of_the_machine(error: Exception) -> str | None:
         remedy = "Lower engine.max_tokens_per_microbatch, batch.prompts or sampling.max_tokens"
         return f"out of memory{' on the device' if is_device else ''}: {error}. {remedy}."
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,15 @@
 """Accuracy on held-out prompts, with its uncertainty."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.loop.step import RequestCounter, generate
+from ebbtide.observe.interval import wilson_interval
 from ebbtide.rewards.scoring import Decode, Rewards, score
 from ebbtide.rollout.base import RolloutBackend
 from ebbtide.types import Group, Prompt, SamplingParams, StopReason
 
-__all__ = ["Evaluation", "evaluate", "wilson_interval"]
+__all__ = ["Evaluation", "evaluate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,3 @@ async def evaluate(
         truncated_ratio=sum(item.stop_reason is StopReason.LENGTH for item in completions) / count,
         groups=scored,
     )
-
-
-def wilson_interval(num_correct: int, num_prompts: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval that holds the true share with 95 % confidence (z = 1.96).
-
-    Source: E. B. Wilson, JASA 1927; honest near 0 and 1, where the normal approximation is not.
-
-    Example:
-        >>> low, high = wilson_interval(90, 100)
-        >>> round(low, 3), round(high, 3)
-        (0.826, 0.945)
-    """
-    if num_prompts == 0:
-        return 0.0, 1.0
-    share, n = num_correct / num_prompts, num_prompts
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
