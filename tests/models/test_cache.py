@@ -25,9 +25,9 @@ def ends(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def prefill(model: Any, cache: KeyValueCache, prompts: list[Tensor], owners: list[int]) -> None:
+def prefill(model: Any, cache: KeyValueCache, prompts: list[Tensor], owners: list[int], first_row: int = 0) -> None:
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
-    plan = PrefillAttention(cache, ends([len(prompt) for prompt in prompts]), owners)
+    plan = PrefillAttention(cache, [len(prompt) for prompt in prompts], owners, first_row)
     hidden(model, torch.cat(prompts), positions, plan)
     assert plan.calls == model.config.get_text_config().num_hidden_layers
 
@@ -70,16 +70,29 @@ def test_level_rows_are_the_same_as_uneven_ones() -> None:
 
 
 @torch.no_grad()
-def test_rows_leave_and_join_and_keep_their_past() -> None:
+def test_rows_move_and_newcomers_take_what_is_free() -> None:
     model = make("gemma3_text")
-    first, second = KeyValueCache(num_rows=3, num_tokens=8), KeyValueCache(num_rows=1, num_tokens=12)
-    prefill(model, first, PROMPTS, [0, 1, 2])
-    prefill(model, second, [torch.tensor([20, 21])], [0])
-    cache = first.kept(torch.tensor([2, 0])).joined(second)
-    assert (cache.num_rows, cache.num_tokens) == (3, 12)
-    past = [PROMPTS[2], PROMPTS[0], torch.tensor([20, 21])]
-    positions, drawn = torch.tensor([len(part) for part in past]), torch.tensor([30, 31, 32])
+    cache = KeyValueCache(num_rows=4, num_tokens=8)
+    prefill(model, cache, PROMPTS, [0, 1, 2])
+    cache.move([2], [1])
+    newcomer = torch.arange(3, 14)
+    cache.reserve(len(newcomer) + 1)
+    assert cache.num_tokens == 12, "at least by half, so that growth is rare"
+    prefill(model, cache, [newcomer], [0, 0], first_row=2)
+    past = [PROMPTS[0], PROMPTS[2], newcomer, newcomer]
+    positions, drawn = torch.tensor([len(part) for part in past]), torch.tensor([30, 31, 32, 33])
     found = hidden(model, drawn, positions, DecodeAttention(cache, positions))
-    for row in range(3):
+    for row in range(4):
         expected = whole(model, torch.cat([past[row], drawn[row : row + 1]]))[-1]
         torch.testing.assert_close(found[row], expected, atol=2e-5, rtol=0)
+
+
+def test_room_grows_by_half_at_least_and_never_shrinks() -> None:
+    cache = KeyValueCache(num_rows=1, num_tokens=10)
+    cache.reserve(5)
+    assert cache.num_tokens == 10
+    cache.reserve(11)
+    assert cache.num_tokens == 15
+    cache.reserve(100)
+    assert cache.num_tokens == 100
+    cache.move([], [])

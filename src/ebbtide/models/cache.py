@@ -16,7 +16,7 @@ __all__ = ["DecodeAttention", "KeyValueCache", "PrefillAttention"]
 
 
 class KeyValueCache:
-    """Buffers [rows, Hkv, tokens, d] a layer, made when a layer first writes."""
+    """Buffers [rows, Hkv, tokens, d] a layer, made when a layer first writes; only the tokens grow."""
 
     def __init__(self, num_rows: int, num_tokens: int) -> None:
         self.num_rows = num_rows
@@ -34,84 +34,101 @@ class KeyValueCache:
             found = self._layers[call.layer] = (keys, values)
         return found
 
-    def kept(self, rows: Tensor) -> "KeyValueCache":
-        """A cache of these rows alone, in this order."""
-        cache = KeyValueCache(len(rows), self.num_tokens)
+    def reserve(self, num_tokens: int) -> None:
+        """Room for this many tokens a row; what is there stays."""
+        if num_tokens <= self.num_tokens:
+            return
+        self.num_tokens = max(num_tokens, self.num_tokens * 3 // 2)
         for layer, buffers in self._layers.items():
-            keys, values = (buffer.index_select(0, rows) for buffer in buffers)
-            cache._layers[layer] = (keys, values)
-        return cache
+            keys, values = (F.pad(buffer, (0, 0, 0, self.num_tokens - buffer.shape[2])) for buffer in buffers)
+            self._layers[layer] = (keys, values)
 
-    def joined(self, other: "KeyValueCache") -> "KeyValueCache":
-        """A cache of these rows, then the other's."""
-        cache = KeyValueCache(self.num_rows + other.num_rows, max(self.num_tokens, other.num_tokens))
-        for layer, buffers in self._layers.items():
-            keys, values = (
-                torch.cat([F.pad(part, (0, 0, 0, cache.num_tokens - part.shape[2])) for part in parts])
-                for parts in zip(buffers, other._layers[layer], strict=True)
-            )
-            cache._layers[layer] = (keys, values)
-        return cache
+    def move(self, rows: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy rows over others."""
+        if not rows or not self._layers:
+            return
+        device = next(iter(self._layers.values()))[0].device
+        source, target = torch.tensor([rows, targets], device=device)
+        for buffers in self._layers.values():
+            for buffer in buffers:
+                buffer.index_copy_(0, target, buffer.index_select(0, source))
 
 
 class PrefillAttention:
     """Attention within packed prompts, whose keys and values go to cache rows."""
 
-    def __init__(self, cache: KeyValueCache, cu_seqlens: Tensor, prompts: Sequence[int]) -> None:
-        """Row i of the cache takes the keys and values of packed prompt `prompts[i]`."""
+    def __init__(self, cache: KeyValueCache, lengths: Sequence[int], owners: Sequence[int], first_row: int = 0) -> None:
+        """Plan for packed prompts of these lengths; row `first_row + i` takes what prompt `owners[i]` leaves."""
         self.calls = 0
-        self._packed = PackedAttention(cu_seqlens)
         self._cache = cache
-        device = cu_seqlens.device
-        starts_P, lengths_P = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
-        chosen = torch.tensor(prompts, device=device)
-        self._longest = int(lengths_P.max())
-        within = torch.arange(self._longest, device=device)
-        clipped = torch.minimum(within, (lengths_P - 1)[chosen][:, None])  # what lies beyond a prompt is masked later
-        self._source = (starts_P[chosen][:, None] + clipped).flatten()
-        self._shape = (len(prompts), self._longest)
+        self._lengths = list(lengths)
+        self._owners = list(owners)
+        self._rows = slice(first_row, first_row + len(owners))
+        self._longest = max(lengths)
+        self._packed: PackedAttention | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[T, Hq, d]."""
         self.calls += 1
+        if self._packed is None:
+            self._packed = PackedAttention(torch.tensor([0, *self._lengths], device=call.key.device).cumsum(0).int())
+            self._source = self._row_sources().to(call.key.device)
         for buffer, new in zip(self._cache.layer(call), (call.key, call.value), strict=True):
-            rows = new.index_select(0, self._source).unflatten(0, self._shape).transpose(1, 2)
-            buffer[:, :, : self._longest] = rows
+            rows = new.index_select(0, self._source).unflatten(0, (len(self._owners), self._longest))
+            buffer[self._rows, :, : self._longest] = rows.transpose(1, 2)
         return self._packed.attend(call)
+
+    def _row_sources(self) -> Tensor:
+        """[rows * longest], the packed token of each place; beyond a prompt its last one, which is masked later."""
+        lengths, owners = torch.tensor(self._lengths), torch.tensor(self._owners)
+        starts = lengths.cumsum(0) - lengths
+        within = torch.minimum(torch.arange(self._longest), (lengths - 1)[owners][:, None])
+        return (starts[owners][:, None] + within).flatten()
 
 
 class DecodeAttention:
     """One new token a row, over the row's own past."""
 
     def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
-        """positions: [B] int64, where each row's new token stands; the row's tokens before it are in the cache."""
+        """positions: [B] int64 on the host, where the new tokens of rows 0, 1, ... stand; those before are cached."""
         self.calls = 0
         self._cache = cache
         self._positions = positions
         self._longest = int(positions.max()) + 1
         self._is_level = int(positions.min()) + 1 == self._longest
-        self._row_ids = torch.arange(len(positions), device=positions.device)
-        columns = torch.arange(self._longest, device=positions.device)
-        self._seen_BL = None if self._is_level else columns <= positions[:, None]
+        self._masks: dict[int | None, Tensor] = {}
+        self._moved: tuple[Tensor, Tensor] | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """[B, Hq, d]."""
         self.calls += 1
-        B = len(self._positions)
+        B, longest = len(self._positions), self._longest
         keys, values = self._cache.layer(call)
-        for buffer, new in ((keys, call.key), (values, call.value)):
-            if self._is_level:
-                buffer[:B, :, self._longest - 1] = new
-            else:
-                buffer[self._row_ids, :, self._positions] = new
-        window = call.window is not None and call.window < self._longest
-        mask = self._mask(call.window if window else None)
-        past_keys, past_values = (buffer[:B, :, : self._longest].transpose(1, 2) for buffer in (keys, values))
+        if self._is_level:
+            keys[:B, :, longest - 1] = call.key
+            values[:B, :, longest - 1] = call.value
+        else:
+            rows, columns = self._places(call.key.device)
+            keys[rows, :, columns] = call.key
+            values[rows, :, columns] = call.value
+        mask = self._mask(call.window if call.window is not None and call.window < longest else None, call.key.device)
+        past_keys, past_values = (buffer[:B, :, :longest].transpose(1, 2) for buffer in (keys, values))
         return attend_dense(call.query[:, None], past_keys, past_values, call, mask)[:, 0]
 
-    def _mask(self, window: int | None) -> Tensor | None:
-        if window is None:
-            return None if self._seen_BL is None else self._seen_BL[:, None, None]
-        columns = torch.arange(self._longest, device=self._positions.device)
-        seen = (columns <= self._positions[:, None]) & (columns > self._positions[:, None] - window)
-        return seen[:, None, None]
+    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and column of each new token."""
+        if self._moved is None:
+            self._moved = (torch.arange(len(self._positions), device=device), self._positions.to(device))
+        return self._moved
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        if self._is_level and window is None:
+            return None
+        if window not in self._masks:
+            _, positions = self._places(device)
+            columns = torch.arange(self._longest, device=device)
+            seen = columns <= positions[:, None]
+            self._masks[window] = (seen if window is None else seen & (columns > positions[:, None] - window))[
+                :, None, None
+            ]
+        return self._masks[window]

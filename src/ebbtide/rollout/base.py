@@ -9,7 +9,7 @@ Generation happens only in `awake`, and only from the version that was announced
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutSetting",
     "RolloutState",
+    "SharesTensors",
     "require_awake",
 ]
 
@@ -123,6 +124,19 @@ class RolloutBackend(Protocol):
 
     async def close(self) -> None:
         """Release everything; calling it again does nothing."""
+        ...
+
+
+@runtime_checkable
+class SharesTensors(Protocol):
+    """A source of weights whose tensors are the sender's own and stay valid after `load`: they may be kept.
+
+    Other sources lend views of a buffer that is filled again.
+    """
+
+    @property
+    def shares_tensors(self) -> Literal[True]:
+        """The mark of such a source."""
         ...
 
 

@@ -3,19 +3,23 @@
 Only arithmetic is here; states, pauses and weights are the backend's.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ebbtide.errors import ModelError, problem
 from ebbtide.models.cache import DecodeAttention, KeyValueCache, PrefillAttention
-from ebbtide.models.head import head_options
-from ebbtide.rollout.sampling import RowSampling
-from ebbtide.types import Completion, GenerateRequest, StopReason
+from ebbtide.models.head import logits_of
+from ebbtide.rollout.table import RequestTable
+from ebbtide.types import Completion, GenerateRequest
 
 __all__ = ["Decoder", "Limits"]
+
+_FIRST_TOKENS = 64  # room for new tokens that a cache begins with; it grows by half
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +28,22 @@ class Limits:
 
     Attributes:
         max_concurrent: requests that decode together at most.
+        max_prefill_tokens: prompt tokens that one step computes at most, unless a single prompt is longer.
         context_tokens: longest prompt and completion together.
         eos_ids: tokens that end a completion.
     """
 
     max_concurrent: int
+    max_prefill_tokens: int
     context_tokens: int
     eos_ids: tuple[int, ...]
 
 
 class Decoder:
-    """The requests of one `generate` call, under one version of the weights.
+    """The requests of one `generate` call.
 
-    `step()` advances the running ones by one token and returns those that ended. `interrupt()` gives back the
-    unfinished ones, each with what it has as its prefix, to be continued by another decoder.
+    `step()` advances the running ones by one token and returns those that ended. The running requests are the rows
+    0, 1, ... of the cache; where one ends, the last takes its place.
     """
 
     def __init__(
@@ -50,241 +56,114 @@ class Decoder:
         """decode: token ids to text; needed only by requests with stop strings."""
         self._model = model
         self._limits = limits
-        self._decode = decode
         self._device = model.get_output_embeddings().weight.device
-        self._softcap, self._logit_scale = head_options(model)
-        self._eos = torch.tensor(limits.eos_ids, device=self._device)
-        self._waiting = list(reversed(requests))
-        self._running: _Running | None = None
+        self._num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self._table = RequestTable(requests, limits.context_tokens, limits.eos_ids, decode, self._device)
+        self._waiting = deque(range(len(requests)))
+        self._running: list[int] = []  # numbers of requests, in the order of their cache rows
+        self._cache: KeyValueCache | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether every request has ended."""
-        return self._running is None and not self._waiting
+        return not self._running and not self._waiting
+
+    def release(self) -> None:
+        """Drop everything computed from the weights; what was running is prefilled again, tokens so far included."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running, self._cache = [], None
 
     @torch.no_grad()
     def step(self, version: int) -> list[Completion]:
-        """One token for every running request, drawn under weights of `version`.
+        """One token for every running request, or the first one for newcomers, drawn under weights of `version`.
 
-        Newcomers wait until half the places are free, so that copying the cache for them stays rare.
+        Newcomers wait until a quarter of the places is free, so that prefills are few and large.
+
+        Raises:
+            RolloutError: the logits are not finite.
         """
-        num_running = 0 if self._running is None else len(self._running.requests)
-        if self._waiting and 2 * num_running <= self._limits.max_concurrent:
-            return self._admit(self._limits.max_concurrent - num_running, version)
-        assert self._running is not None, "nothing left to do"
-        return self._advance(self._running, version)
+        num_places = min(self._limits.max_concurrent, len(self._table.requests))
+        num_free = num_places - len(self._running)
+        if self._waiting and 4 * num_free >= min(num_places, 4 * len(self._waiting)):
+            return self._admit(num_free, num_places, version)
+        assert self._running, "nothing left to do"
+        return self._advance(version)
 
-    def interrupt(self) -> list[GenerateRequest]:
-        """Everything unfinished, in no particular order; this decoder is then done."""
-        unfinished = list(reversed(self._waiting))
-        if self._running is not None:
-            unfinished += self._running.as_requests()
-        self._running, self._waiting = None, []
-        return unfinished
+    def _admit(self, num_free: int, num_places: int, version: int) -> list[Completion]:
+        """Prefill the next requests into free rows and draw their first token."""
+        newcomers, prompts, owners = self._next(num_free)
+        longest = max(len(prompt) for prompt in prompts)
+        if self._cache is None:
+            self._cache = KeyValueCache(num_places, longest + min(_FIRST_TOKENS, self._table.most_left))
+        self._cache.reserve(longest + 1)
+        lengths = [len(prompt) for prompt in prompts]
+        plan = PrefillAttention(self._cache, lengths, owners, first_row=len(self._running))
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(self._device)
+        hidden = self._hidden(torch.cat(prompts).to(self._device), positions, plan)
+        last = torch.tensor(lengths, device=self._device).cumsum(0) - 1
+        logits = logits_of(self._model, hidden.index_select(0, last))
+        if len(prompts) < len(owners):
+            logits = logits.index_select(0, torch.tensor(owners, device=self._device))
+        first_row = len(self._running)
+        self._running += newcomers
+        return self._draw(first_row, logits, version)
 
-    def _admit(self, num_free: int, version: int) -> list[Completion]:
-        """Prefill the next requests, draw their first token, and let them join those that run."""
-        count = min(num_free, len(self._waiting))
-        newcomers = _Running.start([self._waiting.pop() for _ in range(count)], self._limits, self._device)
-        ended = self._draw(newcomers, self._prefill(newcomers), version)
-        stay = newcomers.without(ended)
-        if stay is not None:
-            self._running = stay if self._running is None else self._running.joined(stay)
-        return newcomers.completions(ended)
+    def _next(self, num_free: int) -> tuple[list[int], list[Tensor], list[int]]:
+        """Requests to admit, what to prefill for them, and which of that is whose.
 
-    def _advance(self, running: "_Running", version: int) -> list[Completion]:
-        newest = running.tokens.gather(1, running.drawn[:, None] - 1).squeeze(1)
-        positions = running.prompt_lengths + running.drawn - 1
-        hidden = self._hidden(newest, positions, DecodeAttention(running.cache, positions))
-        ended = self._draw(running, self._logits(hidden), version)
-        self._running = running.without(ended)
-        return running.completions(ended)
+        Requests that share the prompt's tensor, and have drawn nothing yet, share its prefill.
+        """
+        known: dict[tuple[int, int | None], int] = {}
+        newcomers: list[int] = []
+        prompts: list[Tensor] = []
+        owners: list[int] = []
+        num_tokens = 0
+        while self._waiting and len(newcomers) < num_free:
+            n = self._waiting[0]
+            key = (id(self._table.requests[n].prompt_ids), n if self._table.num_drawn[n] else None)
+            if key not in known:
+                prompt = self._table.prompt(n)
+                num_tokens += len(prompt)
+                if newcomers and num_tokens > self._limits.max_prefill_tokens:
+                    break
+                known[key] = len(prompts)
+                prompts.append(prompt)
+            owners.append(known[key])
+            newcomers.append(self._waiting.popleft())
+        return newcomers, prompts, owners
 
-    def _prefill(self, running: "_Running") -> Tensor:
-        """[B, V] logits of each request's next token; a prompt that several share is computed once."""
-        packed, which = _unique_prompts(running.requests)
-        lengths = torch.tensor([len(part) for part in packed])
-        cu_seqlens = torch.zeros(len(packed) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = lengths.cumsum(0)
-        positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-        cu_seqlens = cu_seqlens.to(self._device)
-        plan = PrefillAttention(running.cache, cu_seqlens, which)
-        hidden = self._hidden(torch.cat(packed).to(self._device), positions.to(self._device), plan)
-        logits = self._logits(hidden.index_select(0, cu_seqlens[1:].long() - 1))
-        return logits if len(packed) == len(which) else logits.index_select(0, torch.tensor(which, device=self._device))
+    def _advance(self, version: int) -> list[Completion]:
+        assert self._cache is not None, self._running
+        newest, positions = self._table.newest(self._running)
+        self._cache.reserve(int(positions.max()) + 1)
+        plan = DecodeAttention(self._cache, positions)
+        hidden = self._hidden(newest.to(self._device), positions.to(self._device), plan)
+        return self._draw(0, logits_of(self._model, hidden), version)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: PrefillAttention | DecodeAttention) -> Tensor:
         backbone = self._model.get_decoder()
         output = backbone(input_ids=tokens[None], position_ids=positions[None], use_cache=False, plan=plan)
+        if plan.calls != self._num_layers:
+            rule = f"{plan.calls} of {self._num_layers} layers attended through the plan"
+            raise ModelError(problem("model", self._model.config.model_type, rule, "Choose another model"))
         hidden: Tensor = output.last_hidden_state
         return hidden[0]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._model.get_output_embeddings()(hidden)
-        if self._logit_scale is not None:
-            logits = logits * self._logit_scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
-
-    def _draw(self, running: "_Running", logits: Tensor, version: int) -> dict[int, StopReason]:
-        """Append one token to every row; rows that ended, with the reason."""
-        tokens, logprobs = running.sampling.draw(logits, running.seeds, running.drawn)
-        running.append(tokens, logprobs, version)
-        is_full = running.drawn >= running.limits
-        ended = dict.fromkeys(is_full.nonzero().flatten().tolist(), StopReason.LENGTH)
-        if running.has_stops:
-            ended.update((row, StopReason.STOP) for row in range(len(tokens)) if self._is_stopped(running, row))
-        is_eos = torch.isin(tokens, self._eos) & ~running.ignores_eos
-        ended.update((row, StopReason.EOS) for row in is_eos.nonzero().flatten().tolist())
-        return ended
-
-    def _is_stopped(self, running: "_Running", row: int) -> bool:
-        sampling, drawn = running.requests[row].sampling, int(running.drawn[row])
-        if int(running.tokens[row, drawn - 1]) in sampling.stop_ids:
-            return True
-        if not sampling.stop:
-            return False
-        assert self._decode is not None, "stop strings need a tokenizer"
-        text = self._decode(running.tokens[row, :drawn].tolist())
-        return any(stop in text for stop in sampling.stop)
-
-
-@dataclass(slots=True)
-class _Running:
-    """B requests that decode together, and what they have so far.
-
-    Attributes:
-        prompt_lengths, drawn, limits: [B] int64: prompt tokens, tokens drawn, tokens that may be drawn.
-        seeds: [B] int64. ignores_eos: [B] bool.
-        tokens, logprobs, versions: [B, longest limit], filled up to `drawn`.
-    """
-
-    requests: list[GenerateRequest]
-    sampling: RowSampling
-    cache: KeyValueCache
-    prompt_lengths: Tensor
-    drawn: Tensor
-    limits: Tensor
-    seeds: Tensor
-    ignores_eos: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-
-    @staticmethod
-    def start(requests: list[GenerateRequest], limits: Limits, device: torch.device) -> "_Running":
-        prompts = [len(request.prompt_ids) for request in requests]
-        prefixes = [0 if request.prefix is None else len(request.prefix.token_ids) for request in requests]
-        limit = [
-            min(request.sampling.max_tokens, limits.context_tokens - P)
-            for request, P in zip(requests, prompts, strict=True)
-        ]
-        shape = (len(requests), max(limit))
-        running = _Running(
-            requests=requests,
-            sampling=RowSampling([request.sampling for request in requests], device),
-            cache=KeyValueCache(len(requests), max(P + C for P, C in zip(prompts, limit, strict=True))),
-            prompt_lengths=torch.tensor(prompts, device=device),
-            drawn=torch.tensor(prefixes, device=device),
-            limits=torch.tensor(limit, device=device),
-            seeds=torch.tensor([request.seed for request in requests], device=device),
-            ignores_eos=torch.tensor([request.sampling.ignore_eos for request in requests], device=device),
-            tokens=torch.zeros(shape, dtype=torch.long, device=device),
-            logprobs=torch.zeros(shape, device=device),
-            versions=torch.zeros(shape, dtype=torch.int32, device=device),
-        )
-        for row, request in enumerate(requests):
-            if request.prefix is not None:
-                running.tokens[row, : prefixes[row]] = request.prefix.token_ids.to(device)
-                running.logprobs[row, : prefixes[row]] = request.prefix.logprobs.to(device)
-                running.versions[row, : prefixes[row]] = request.prefix.versions.to(device)
-        return running
-
-    @property
-    def has_stops(self) -> bool:
-        return any(request.sampling.stop or request.sampling.stop_ids for request in self.requests)
-
-    def append(self, tokens: Tensor, logprobs: Tensor, version: int) -> None:
-        column = self.drawn[:, None]
-        self.tokens.scatter_(1, column, tokens[:, None])
-        self.logprobs.scatter_(1, column, logprobs[:, None])
-        self.versions.scatter_(1, column, version)
-        self.drawn = self.drawn + 1
-
-    def completions(self, ended: dict[int, StopReason]) -> list[Completion]:
+    def _draw(self, first_row: int, logits: Tensor, version: int) -> list[Completion]:
+        """Append one token to each row from `first_row` on, and take out those that ended."""
+        ended = self._table.draw(self._running[first_row:], logits, version)
         if not ended:
             return []
-        drawn = self.drawn.tolist()
-        tokens, logprobs, versions = self.tokens.cpu(), self.logprobs.cpu(), self.versions.cpu()
-        return [
-            Completion(
-                self.requests[row].request_id,
-                tokens[row, : drawn[row]].clone(),
-                logprobs[row, : drawn[row]].clone(),
-                versions[row, : drawn[row]].clone(),
-                reason,
-            )
-            for row, reason in ended.items()
-        ]
+        self._take_out([row for row, n in enumerate(self._running) if n in ended])
+        return self._table.completions(ended)
 
-    def as_requests(self) -> list[GenerateRequest]:
-        """Each request with its tokens so far as its prefix."""
-        parts = self.completions(dict.fromkeys(range(len(self.requests)), StopReason.ABORTED))
-        return [replace(request, prefix=part) for request, part in zip(self.requests, parts, strict=True)]
-
-    def without(self, ended: dict[int, StopReason]) -> "_Running | None":
-        """The other rows; None if there are none."""
-        if not ended:
-            return self
-        rows = [row for row in range(len(self.requests)) if row not in ended]
-        if not rows:
-            return None
-        index = torch.tensor(rows, device=self.drawn.device)
-        requests = [self.requests[row] for row in rows]
-        return _Running(
-            requests,
-            RowSampling([request.sampling for request in requests], index.device),
-            self.cache.kept(index),
-            *(getattr(self, name).index_select(0, index) for name in _ROW_TENSORS),
-        )
-
-    def joined(self, other: "_Running") -> "_Running":
-        """These rows, then the other's."""
-        requests = self.requests + other.requests
-        width = max(self.tokens.shape[1], other.tokens.shape[1])
-        columns = []
-        for name in _ROW_TENSORS:
-            parts = [getattr(self, name), getattr(other, name)]
-            if parts[0].dim() == 2:
-                parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-            columns.append(torch.cat(parts))
-        sampling = RowSampling([request.sampling for request in requests], self.drawn.device)
-        return _Running(requests, sampling, self.cache.joined(other.cache), *columns)
-
-
-_ROW_TENSORS = (
-    "prompt_lengths",
-    "drawn",
-    "limits",
-    "seeds",
-    "ignores_eos",
-    "tokens",
-    "logprobs",
-    "versions",
-)
-
-
-def _unique_prompts(requests: Sequence[GenerateRequest]) -> tuple[list[Tensor], list[int]]:
-    """Token ids to prefill, and for each request which of them is its own; shared by identity of the tensor."""
-    unique: dict[int, int] = {}
-    packed: list[Tensor] = []
-    which = []
-    for request in requests:
-        key = id(request.prompt_ids) if request.prefix is None else id(request)
-        if key not in unique:
-            unique[key] = len(packed)
-            prefix = [] if request.prefix is None else [request.prefix.token_ids]
-            packed.append(torch.cat([request.prompt_ids, *prefix]))
-        which.append(unique[key])
-    return packed, which
+    def _take_out(self, rows: list[int]) -> None:
+        """The last rows move into the places that become free."""
+        num_left = len(self._running) - len(rows)
+        movers = sorted(set(range(num_left, len(self._running))) - set(rows))
+        holes = [row for row in rows if row < num_left]
+        assert self._cache is not None, rows
+        self._cache.move(movers, holes)
+        for mover, hole in zip(movers, holes, strict=True):
+            self._running[hole] = self._running[mover]
+        del self._running[num_left:]
