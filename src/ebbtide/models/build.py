@@ -124,7 +124,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 def _from_checkpoint(path: str, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Transformers draws weights that a checkpoint lacks at random; here that is an error."""
-    with _refusal(config), _readable(path, "weights"):
+    with _no_progress_bar(), _refusal(config), _readable(path, "weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
             _checkpoint(path), config=config, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
         )
