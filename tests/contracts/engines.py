@@ -118,8 +118,9 @@ def setting(
     compute_dtype: Any = None,
     **fields: Any,
 ) -> EngineSetting:
-    """A tiny model with random weights, the same on all ranks."""
-    architecture = {"model_type": model_type, **TINY, "num_hidden_layers": num_layers, **fields}
+    """A tiny model with random weights, the same on all ranks; a field given as `...` is left out."""
+    described = {"model_type": model_type, **TINY, "num_hidden_layers": num_layers, **fields}
+    architecture = {name: value for name, value in described.items() if value is not ...}
     return EngineSetting(
         model=ModelSection(architecture=architecture, alphabet=ALPHABET, compute_dtype=compute_dtype),
         optim=optim or OptimSection(lr=1e-3),

@@ -28,6 +28,7 @@ from ebbtide.types import BatchCounts, Ratio, TrainBatch
 from ebbtide.weightsync.base import NamedTensor
 
 __all__ = [
+    "AdapterEngine",
     "EngineConfig",
     "EngineSetting",
     "Finish",
@@ -272,6 +273,18 @@ class TrainEngine(ABC):
     def _trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of this rank that the loss must reach, as they are inside a forward."""
         return iter(())
+
+
+class AdapterEngine(Protocol):
+    """What an engine that trains adapters over frozen weights can do beside."""
+
+    def adapter_weights(self) -> Iterator[NamedTensor]:
+        """The adapters' weights alone, under the names by which peft stores them; otherwise as `named_weights`."""
+        ...
+
+    def reference_logprobs(self, batch: TrainBatch) -> Tensor:
+        """As `logprobs`, without the adapters: under the weights that the run began with, for no second model."""
+        ...
 
 
 def seal(value: Any) -> Any:

@@ -1,18 +1,20 @@
 """Low-rank adapters by peft, put into a model in place; the frozen weights beneath stay the reference policy."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebbtide.config import Section
 from ebbtide.errors import ConfigError, MissingExtraError, problem
 
-__all__ = ["LoraSection", "adapter_config", "adapter_name", "inject", "merged", "merged_name", "without_adapters"]
+__all__ = ["LoraSection", "adapter_name", "inject", "merged", "merged_name", "save_adapter", "without_adapters"]
 
 _ADAPTER = "default"
 
@@ -35,11 +37,7 @@ def inject(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
         ConfigError: no module has such a name.
         MissingExtraError: peft is not installed.
     """
-    peft = _peft()
-    targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
-    )
+    peft, config = _peft(), _config(lora)
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -53,24 +51,22 @@ def inject(model: PreTrainedModel, lora: LoraSection, seed: int) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def adapter_config(lora: LoraSection, base: str | None) -> dict[str, Any]:
-    """What peft's `adapter_config.json` says of such an adapter; `base` is the model that it belongs to."""
-    targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
-    config: dict[str, Any] = (
-        _peft()
-        .LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            target_modules=targets,
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=base,
-            inference_mode=True,
-        )
-        .to_dict()
-    )
-    return config
+def save_adapter(path: Path, weights: Iterable[tuple[str, Tensor]], lora: LoraSection, base: str | None) -> None:
+    """Write a folder that peft's `PeftModel.from_pretrained` loads.
+
+    Args:
+        path: the folder.
+        weights: what `AdapterEngine.adapter_weights` gives.
+        lora: the engine's settings.
+        base: folder or hub id of the model that the adapter belongs to.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    owned = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights}
+    save_file(owned, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = _config(lora)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    config.save_pretrained(path)
 
 
 def merged_name(name: str) -> str | None:
@@ -100,15 +96,10 @@ def merged(weight: Tensor, first: Tensor, second: Tensor, lora: LoraSection) -> 
     return (weight.float() + (lora.alpha / lora.rank) * (second.float() @ first.float())).to(weight.dtype)
 
 
-def adapted(model: nn.Module) -> dict[str, Any]:
-    """The modules that have an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
 @contextlib.contextmanager
 def without_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, the models compute as if they had none: the frozen reference."""
-    layers: list[Any] = [layer for module in modules for layer in adapted(module).values()]
+    layers: list[Any] = [layer for part in modules for layer in part.modules() if hasattr(layer, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True  # peft's own switch also changes requires_grad, which sharding has fixed
     try:
@@ -116,6 +107,13 @@ def without_adapters(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def _config(lora: LoraSection) -> Any:
+    targets = list(lora.targets) if isinstance(lora.targets, tuple) else lora.targets
+    return _peft().LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+    )
 
 
 def _peft() -> Any:

@@ -64,14 +64,18 @@ class MeshEngine(TrainEngine):
         self._ranks = Ranks(setting.device, axes, needs_mesh=_compute_dtype(setting) != _stored_dtype(setting))
         self._described: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._head_only_norms: list[nn.Module] = []
+        self._weights_in_forward: list[WeightsInForward] = []
+        self._num_steps_done = 0
         stages = [self._ranks.index("pp") + pp * k for k in range(parts_per_rank)]
-        self._parts = [self._build(stage, pp * parts_per_rank) for stage in stages]
+        try:
+            self._parts = [self._build(stage, pp * parts_per_rank) for stage in stages]
+        except BaseException:
+            self._ranks.close()
+            raise
         owned = self._ranks.gather([name for name, _ in self._own_weights()], "pp")
         self._owner = {name: rank for rank, names in enumerate(owned) for name in names}
         self._tied_group = self._join_tied() if pp > 1 and self._parts[0].tied_name is not None else None
         self._optimizer = make_optimizer(self._parameters(), setting.optim)
-        self._weights_in_forward: list[WeightsInForward] = []
-        self._num_steps_done = 0
 
     @property
     def compute_dtype(self) -> torch.dtype:
