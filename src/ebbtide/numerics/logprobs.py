@@ -22,7 +22,7 @@ from ebbtide.numerics.tiles import FLOOR, LogitRule
 
 __all__ = ["Head", "TokenStats", "eager_token_stats", "token_stats"]
 
-_SMALL = 1 << 18  # elements of [N, V] up to which it is made: 1 MiB in float32, less than one tile
+_SMALL = 1 << 20  # elements of [N, V] up to which it is made: 4 MiB in float32, half a tile
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

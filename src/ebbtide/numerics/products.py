@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["add_product", "is_worth_onednn", "onednn_product", "product_into"]
 
-_MIN_FLOPS = 1 << 30  # oneDNN compiles a kernel for each new shape, which takes a millisecond
+_MIN_FLOPS = 1 << 29  # oneDNN compiles a kernel for each new shape, which takes a millisecond
 
 
 def is_worth_onednn(like: Tensor, num_flops: int) -> bool:
