@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ebbtide.device import Device, DeviceMemory, host_memory
+from ebbtide.device import Device, DeviceMemory, host_memory, reset_host_peak
 from ebbtide.errors import ConfigError
 from ebbtide.memory import ledger as ledger_module
 from ebbtide.memory.ledger import Ledger, Outcome, PhaseRecord
@@ -60,6 +60,32 @@ def test_the_peak_is_of_the_phase_and_not_of_the_process() -> None:
     assert large.peak_rss_bytes - large.entry.rss_bytes > 50 * MIB
     assert large.peak_rss_bytes - large.exit.rss_bytes > 50 * MIB
     assert small.peak_rss_bytes - small.entry.rss_bytes < 10 * MIB
+
+
+def test_a_peak_below_that_of_the_process_is_seen() -> None:
+    if not reset_host_peak():
+        pytest.skip("this kernel does not let a process start a new peak")
+    before = torch.ones(128 * MIB, dtype=torch.uint8)
+    del before
+    ledger = Ledger(CPU)
+    with ledger.phase("update"):
+        block = torch.ones(48 * MIB, dtype=torch.uint8)
+        del block
+    (record,) = ledger.records
+    assert 40 * MIB < record.peak_rss_bytes - record.entry.rss_bytes < 64 * MIB
+
+
+def test_the_host_peak_of_an_inner_phase_counts_for_the_outer() -> None:
+    ledger = Ledger(CPU)
+    with ledger.phase("update"):
+        with ledger.phase("forward"):
+            block = torch.ones(48 * MIB, dtype=torch.uint8)
+            del block
+        with ledger.phase("backward"):
+            pass
+    _, backward, update = ledger.records
+    assert update.peak_rss_bytes - update.entry.rss_bytes > 40 * MIB
+    assert backward.peak_rss_bytes - backward.entry.rss_bytes < 16 * MIB
 
 
 def test_the_peak_of_an_inner_phase_counts_for_the_outer_and_a_peak_before_it_is_kept() -> None:

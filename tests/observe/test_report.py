@@ -185,14 +185,15 @@ def test_a_long_run_makes_a_small_page() -> None:
 def test_answers_to_one_prompt_stand_side_by_side_and_stay_text() -> None:
     samples = [
         {"step": 0, "prompt": "3 1 2", "completion": "<b>3</b>", "reward": 0.0},
-        {"step": 0, "prompt": [{"role": "user", "content": "sort $name"}], "completion": "x", "reward": 0.5},
+        {"step": 0, "prompt": [{"role": "user", "content": "sort <i>$name"}], "completion": "x", "reward": 0.5},
         {"step": 40, "prompt": "3 1 2", "completion": "1 2 3", "reward": 1.0},
-        {"step": 40, "prompt": [{"role": "user", "content": "sort $name"}], "completion": "y", "reward": 1.0},
+        {"step": 40, "prompt": [{"role": "user", "content": "sort <i>$name"}], "completion": "y", "reward": 1.0},
     ]
     page = render(finished(samples=samples))
     assert "<b>3</b>" not in page
+    assert "<i>$name" not in page
     assert (
-        "Some answers prompt step 0 reward step 40 reward 3 1 2 <b>3</b> 0 1 2 3 1 user: sort $name x 0.5 y 1"
+        "Some answers prompt step 0 reward step 40 reward 3 1 2 <b>3</b> 0 1 2 3 1 user: sort <i>$name x 0.5 y 1"
         in read(page)
     )
 

@@ -196,8 +196,6 @@ class Ledger:
             host, device = host_memory(), self.device.memory()
             phase.raise_peaks(host, device)
             del self._open[self._open.index(phase) :]  # with inner phases that an interrupt caught as they opened
-            if self._open:
-                self._open[-1].raise_peaks_to(phase)
             record = phase.record(self.step, outcome, seconds, _reading(host, device), cleaned)
             self._of_step.append(record)
             self.records.append(record)
@@ -226,17 +224,11 @@ class _Open:
     peak_reserved_bytes: int
 
     def raise_peaks(self, host: HostMemory, device: DeviceMemory) -> None:
-        """Take in readings made while the phase was the innermost one, or was just left."""
+        """Take in readings made before an inner phase starts new peaks, or at exit: the last inner one's are in them."""
         is_own_peak = host.peak_rss_bytes > self.process_peak_bytes
         self.peak_rss_bytes = max(self.peak_rss_bytes, host.peak_rss_bytes if is_own_peak else host.rss_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, device.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, device.peak_reserved_bytes)
-
-    def raise_peaks_to(self, inner: "_Open") -> None:
-        """Take in the peaks of a phase inside this one."""
-        self.peak_rss_bytes = max(self.peak_rss_bytes, inner.peak_rss_bytes)
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, inner.peak_allocated_bytes)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, inner.peak_reserved_bytes)
 
     def record(
         self, step: int, outcome: Outcome, seconds: float, at_exit: MemoryReading, clean_up: CleanUp | None
