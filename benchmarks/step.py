@@ -1,7 +1,8 @@
 """One GRPO step of the quickstart and of SmolLM2-135M: seconds by phase, tokens a second, peak memory, beside TRL.
 
 Each side is a process of its own on the same checkpoint, prompts, scorer, batch, group and token limit; after a
-warm-up the sides take turns, one step each. The learning rate is so small that all steps are alike.
+warm-up the sides take turns, one step each. The learning rate is so small that all steps are alike, and completions of
+SmolLM2 never end before their limit, so that both sides do the same work.
 
     --peer trl     TRL's GRPOTrainer, from the environment that `make bench-peers` makes
 

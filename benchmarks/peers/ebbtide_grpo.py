@@ -17,6 +17,7 @@ env.prepare()
 
 import psutil  # noqa: E402 the environment comes before torch
 import torch  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from ebbtide.config import load  # noqa: E402
 from ebbtide.loop.parts import Data, build, build_data, build_engine  # noqa: E402
@@ -47,7 +48,8 @@ def main(settings_path: str) -> None:
 def start_model(recipe: Recipe, data: Data, path: Path) -> ModelSection:
     """The weights that both sides start from, as a checkpoint."""
     if recipe.model.path is not None:
-        return recipe.model
+        never_ending(Path(recipe.model.path), path)
+        return recipe.model.model_copy(update={"path": str(path)})
     assert recipe.warmup is not None, recipe.name
     optim = recipe.optim.model_copy(update={"lr": recipe.warmup.lr, "schedule": "linear"})
     supervised = recipe.model_copy(update={"optim": optim})
@@ -56,6 +58,20 @@ def start_model(recipe: Recipe, data: Data, path: Path) -> ModelSection:
     save_checkpoint(path, engine.named_weights(), data.model_config, data.tokenizer)
     engine.close()
     return recipe.model.model_copy(update={"path": str(path), "architecture": None, "alphabet": None})
+
+
+def never_ending(checkpoint: Path, path: Path) -> None:
+    """The checkpoint with an end token that no text has, so that every completion takes all of its tokens."""
+    path.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        (path / file.name).symlink_to(file.resolve())
+    token_id, token = list(AutoTokenizer.from_pretrained(checkpoint).added_tokens_decoder.items())[-1]
+    ends = {"config.json": token_id, "generation_config.json": token_id, "tokenizer_config.json": token.content}
+    for name, end in ends.items():
+        settings = json.loads((checkpoint / name).read_text(encoding="utf-8"))
+        (path / name).unlink()
+        settings["eos_token" if name.startswith("tokenizer") else "eos_token_id"] = end
+        (path / name).write_text(json.dumps(settings), encoding="utf-8")
 
 
 def write_rows(data: Data, path: Path, num_rows: int) -> None:
