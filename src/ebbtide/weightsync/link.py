@@ -18,7 +18,7 @@ from ebbtide.errors import WeightSyncError, problem
 from ebbtide.weightsync.folder import PrivateFolder, remove_if_abandoned
 from ebbtide.weightsync.messages import MAX_FRAME_BYTES, Frame, MalformedFrameError, decode, encode
 
-__all__ = ["Incoming", "Link", "Listener", "TcpListener", "UnixListener", "connect", "token_of"]
+__all__ = ["Incoming", "Link", "Listener", "TcpListener", "UnixListener", "connect", "tidy_up_after", "token_of"]
 
 Incoming = Frame | MalformedFrameError | None
 """A frame, bytes that are none, or None for the end of the connection."""
@@ -176,8 +176,7 @@ def connect(address: str, deadline_s: float) -> Link:
     except ValueError:
         pass
     except OSError as error:
-        if kind == "unix":
-            remove_if_abandoned(Path(rest).parent)
+        tidy_up_after(address)
         rule = f"no sender listens there: {error}"
         raise WeightSyncError(problem("weightsync.address", _shown(address), rule, "Is the trainer alive?")) from error
     rule = "must be unix:<path> or tcp:<host>:<port>:<token>"
@@ -187,6 +186,12 @@ def connect(address: str, deadline_s: float) -> Link:
 def token_of(address: str) -> str:
     """The token in an address; empty for a Unix socket."""
     return address.rsplit(":", 1)[1] if address.startswith("tcp:") else ""
+
+
+def tidy_up_after(address: str) -> None:
+    """Remove the folder of a sender that is dead; nothing where it lives."""
+    if address.startswith("unix:"):
+        remove_if_abandoned(Path(address.removeprefix("unix:")).parent)
 
 
 def _shown(address: str) -> str:

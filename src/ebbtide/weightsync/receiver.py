@@ -20,7 +20,7 @@ from ebbtide.errors import WeightSyncError, problem
 from ebbtide.weightsync.base import DEFAULT_DEADLINE_S, Load, NamedTensor
 from ebbtide.weightsync.buckets import DTYPES, Assembler
 from ebbtide.weightsync.digests import bucket_digest, hex_digest
-from ebbtide.weightsync.link import Link, connect, token_of
+from ebbtide.weightsync.link import Link, connect, tidy_up_after, token_of
 from ebbtide.weightsync.machine.events import (
     Arrived,
     Broke,
@@ -228,6 +228,7 @@ class SocketReceiver:
     def _hang_up(self) -> None:
         if self._link is not None:
             self._link.close()
+            tidy_up_after(self._address)
         self._link = None
         self._inbox.clear()
 
@@ -316,7 +317,11 @@ class SocketReceiver:
             self._push.assembler = None
         if self._mapping is None:
             return Unmapped(is_closed=True)
-        is_closed = self._mapping.close()
+        try:
+            is_closed = self._mapping.close()
+        except Exception as error:  # noqa: BLE001  # the driver's; a mapping that may be open counts as open
+            _LOG.error("closing the push's mapping failed: %s", describe(error))
+            is_closed = False
         if is_closed:
             self._mapping = None
         return Unmapped(is_closed)

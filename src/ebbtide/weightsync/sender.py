@@ -218,10 +218,9 @@ class SocketSender:
             _LOG.warning("receivers %s still had the push's buffer mapped when the sender closed", ranks)
         for link in self._links.values():
             link.close()
-        for buffer in self._buffers.values():
-            buffer.free()
+        for generation in list(self._buffers):
+            self._free(generation)
         self._links.clear()
-        self._buffers.clear()
         self._listener.close()
         self._wake.close()
         self._worker.close()
@@ -282,8 +281,7 @@ class SocketSender:
                 if self._options.is_debug:
                     self._buffers[self._state.generation].poison(index % NUM_HALVES)
             case Free(generation):
-                if (buffer := self._buffers.pop(generation, None)) is not None:
-                    buffer.free()
+                self._free(generation)
             case Finish():
                 self._end(None)
             case Fail(text):
@@ -334,6 +332,15 @@ class SocketSender:
             self._poll.unregister(link)
             del self._numbers[link.fileno()]
             link.close()
+
+    def _free(self, generation: int) -> None:
+        """Nothing of a push hangs on it any more, so an error is told and does not end one."""
+        if (buffer := self._buffers.pop(generation, None)) is None:
+            return
+        try:
+            buffer.free()
+        except Exception as error:  # noqa: BLE001  # the driver's
+            _LOG.error("freeing the push's buffer failed: %s", describe(error))
 
     def _make_plan(self, generation: int, holds: tuple[int | None, ...]) -> SenderEvent:
         push, options = self._push, self._options
