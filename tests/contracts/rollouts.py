@@ -20,7 +20,20 @@ from ebbtide.weightsync.base import NamedTensor, WeightTransport
 from ebbtide.weightsync.inprocess import InProcessTransport
 from ebbtide.weightsync.push import push
 
-__all__ = ["CONTEXT", "EOS", "MAKERS", "VOCABULARY", "Harness", "answers", "decode", "opened", "request", "weights"]
+__all__ = [
+    "CONTEXT",
+    "EOS",
+    "MAKERS",
+    "VOCABULARY",
+    "Harness",
+    "answers",
+    "decode",
+    "model_of",
+    "opened",
+    "request",
+    "setting",
+    "weights",
+]
 
 ALPHABET = "0123456789<>"
 VOCABULARY, CONTEXT, EOS = 15, 48, 1

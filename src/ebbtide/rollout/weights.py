@@ -85,8 +85,11 @@ class LoadedModel:
     def move_owned(self, device: torch.device) -> None:
         """Bring copies to a device; what is shared is not this model's to move."""
         for name in self._owned:
-            parameter = self.model.get_parameter(name)
-            parameter.data = parameter.data.to(device)
+            owner_name, _, leaf = name.rpartition(".")
+            owner = self.model.get_submodule(owner_name)
+            owner._parameters[leaf] = nn.Parameter(owner.get_parameter(leaf).to(device), requires_grad=False)
+        if self._owned:
+            self.model.tie_weights()
 
     def _find(self, name: str, tensor: Tensor) -> tuple[nn.Module, str, Tensor]:
         owner_name, _, leaf = name.rpartition(".")
