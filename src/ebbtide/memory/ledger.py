@@ -224,7 +224,7 @@ class _Open:
     peak_reserved_bytes: int
 
     def raise_peaks(self, host: HostMemory, device: DeviceMemory) -> None:
-        """Take in readings made before an inner phase starts new peaks, or at exit: the last inner one's are in them."""
+        """Take in readings made before an inner phase starts new peaks, or at exit; the last inner one's count."""
         is_own_peak = host.peak_rss_bytes > self.process_peak_bytes
         self.peak_rss_bytes = max(self.peak_rss_bytes, host.peak_rss_bytes if is_own_peak else host.rss_bytes)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, device.peak_allocated_bytes)
