@@ -11,6 +11,7 @@ __all__ = [
     "BatchSection",
     "CheckpointSection",
     "ConsistencySection",
+    "CriticSection",
     "EvalSection",
     "ModelSection",
     "ObserveSection",
@@ -121,6 +122,13 @@ class OptimSection(Section):
         return self
 
 
+class CriticSection(Section):
+    """The critic of an algorithm that has one: a second model like the policy, with a value head that begins at 0."""
+
+    lr: float = Field(gt=0)
+    """Peak learning rate; the rest of its optimizer is as in `optim`."""
+
+
 class WarmupSection(Section):
     """Supervised training on the source's demonstrations before reinforcement."""
 
@@ -197,6 +205,8 @@ class Recipe(Section):
     """What trains the policy."""
     rollout: Rollout = Field(_INPROCESS)
     """What samples completions."""
+    critic: CriticSection | None = None
+    """Needed by an algorithm with a critic, and refused by the others."""
     warmup: WarmupSection | None = None
     """Supervised start; None starts from the model as it is."""
     eval: EvalSection = EvalSection()
@@ -217,6 +227,11 @@ class Recipe(Section):
         if not any(getattr(reward, "weight", 1.0) for reward in self.rewards):
             rule = "every reward has weight=0, so that there is nothing to learn from"
             problems.append(problem("rewards", len(self.rewards), rule, "Give at least one of them a weight"))
+        has_critic = getattr(self.algorithm, "has_critic", False)
+        if has_critic != (self.critic is not None):
+            what = "needs a critic" if has_critic else "has no critic"
+            remedy = "Give the recipe [critic] with lr" if has_critic else "Take [critic] out"
+            problems.append(problem("critic", self.critic, f"algorithm.type={self.algorithm.type!r} {what}", remedy))
         if problems:
             raise ConfigError(problems)
         return self

@@ -238,8 +238,9 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> "TrainBatch":
         """The batch with its tensors on the device."""
-        moved = {item.name: getattr(self, item.name) for item in fields(self)}
-        return TrainBatch(**{name: value if value is None else value.to(device) for name, value in moved.items()})
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        moved: dict[str, Any] = {name: None if value is None else value.to(device) for name, value in values.items()}
+        return TrainBatch(**moved)
 
     def select(self, sequences: Sequence[int]) -> "TrainBatch":
         """The given sequences, in the given order, as a batch that owns its storage."""
@@ -249,7 +250,7 @@ class TrainBatch:
         cu_seqlens[1:] = lengths.cumsum(0)
         within_T = torch.arange(int(lengths.sum())) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
         index_T = torch.repeat_interleave(starts, lengths) + within_T
-        values: dict[str, Tensor | None] = {"cu_seqlens": cu_seqlens}
+        values: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "cu_seqlens" or value is None:

@@ -45,6 +45,7 @@ class AlgorithmConfig(Component):
     """Base of every algorithm's `Config`."""
 
     min_group_size: ClassVar[int] = 1
+    has_critic: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """PPO: a critic judges every state, and its errors, summed with a decay, are the advantages."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -28,6 +29,8 @@ class PPO(TokenReward):
 
     class Config(TokenReward.Config, ClippedConfig):
         """Settings of PPO."""
+
+        has_critic: ClassVar[bool] = True
 
         type: str = "ppo"
         gamma: float = Field(1.0, gt=0, le=1)

@@ -65,6 +65,8 @@ class EngineSetting:
         temperature: of the log-probs, the one the rollout samples with.
         num_steps: optimizer steps of the run, for the schedule.
         max_completion_tokens: token limit of a completion, for losses with a constant normaliser.
+        answer: what the model says of a token: its log-prob, or, as a critic, the value of the state before it, which
+            then stands wherever a log-prob would.
     """
 
     model: ModelSection
@@ -74,6 +76,7 @@ class EngineSetting:
     temperature: float
     num_steps: int
     max_completion_tokens: int
+    answer: Literal["logprob", "value"] = "logprob"
 
 
 class Loss(Protocol):
@@ -243,7 +246,10 @@ class TrainEngine(ABC):
         batch = microbatch.batch
         logprobs_T = spread(stats.logprobs, batch.loss_mask)
         entropy_T = None if stats.entropy is None else spread(stats.entropy, batch.loss_mask)
-        live_loss, metrics = loss.loss(LossInputs(batch, counts, logprobs_T, entropy_T))
+        inputs = LossInputs(batch, counts, logprobs_T, entropy_T)
+        if self.setting.answer == "value":
+            inputs = LossInputs(batch, counts, torch.zeros_like(logprobs_T), values=logprobs_T)
+        live_loss, metrics = loss.loss(inputs)
         self._check_live(live_loss, stats, microbatch)
         output = MicrobatchOutput(microbatch.sequences, live_loss, logprobs_T, entropy_T, metrics)
         sealed: MicrobatchOutput = seal(output)

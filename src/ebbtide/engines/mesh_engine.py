@@ -27,6 +27,7 @@ from ebbtide.engines.sharding import WeightsInForward, fsdp_modules, gathered, s
 from ebbtide.engines.tensor_parallel import parallelize
 from ebbtide.errors import ConfigError, EngineError, problem
 from ebbtide.models.build import build_model, torch_dtype
+from ebbtide.models.critic import Critic, give_value_head
 from ebbtide.models.policy import Policy
 from ebbtide.models.stage import Inlet, decoder_layers, spans
 from ebbtide.types import TrainBatch
@@ -172,11 +173,14 @@ class MeshEngine(TrainEngine):
         """One part of the model, divided and sharded."""
         config, setting, mesh = self._mesh_config, self.setting, self._ranks.mesh
         model = build_model(setting.model, dtype=_stored_dtype(setting), seed=setting.seed)
+        if setting.answer == "value":
+            give_value_head(model)
         if config.lora is not None:
             adapters.inject(model, config.lora, setting.seed)
         self._described = {name: (item.shape, item.dtype) for name, item in model.named_parameters()}
         span = spans(len(decoder_layers(model)), num_stages)[stage]
-        policy = Policy(model.train(), shares_prompts=config.share_prompts, span=span)
+        kind = Critic if setting.answer == "value" else Policy
+        policy = kind(model.train(), shares_prompts=config.share_prompts, span=span)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         if mesh is not None and config.tp > 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,9 +12,9 @@ from ebbtide.data.prompts import Prompts
 from ebbtide.data.sampler import Sampler
 from ebbtide.data.sources.base import Source
 from ebbtide.device import Device
-from ebbtide.engines.base import EngineSetting, TrainEngine
+from ebbtide.engines.base import AdapterEngine, EngineSetting, TrainEngine
 from ebbtide.errors import ConfigError, problem
-from ebbtide.loop.reference import Reference
+from ebbtide.loop.reference import AdapterReference, Reference, ScoresReference
 from ebbtide.loop.step import RequestCounter
 from ebbtide.memory.ledger import Ledger
 from ebbtide.models.build import eos_ids, load_config, load_tokenizer, torch_dtype
@@ -66,7 +66,8 @@ class Parts:
     sampling: SamplingParams
     algorithm: Algorithm
     engine: TrainEngine
-    reference: Reference | None
+    critic: TrainEngine | None
+    reference: ScoresReference | None
     rollout: RolloutBackend
     transport: WeightTransport
     rewards: Rewards
@@ -77,6 +78,8 @@ class Parts:
         await self.rollout.close()
         await self.transport.close()
         self.engine.close()
+        if self.critic is not None:
+            self.critic.close()
         if self.reference is not None:
             self.reference.close()
 
@@ -108,8 +111,15 @@ def build_data(recipe: Recipe) -> Data:
     return Data(Device.of(recipe.device), config, tokenizer, ends, prompts, held_out)
 
 
-def build_engine(recipe: Recipe, device: Device, model: ModelSection, num_steps: int) -> TrainEngine:
-    """The recipe's engine on some weights."""
+def build_engine(
+    recipe: Recipe,
+    device: Device,
+    model: ModelSection,
+    num_steps: int,
+    *,
+    answer: Literal["logprob", "value"] = "logprob",
+) -> TrainEngine:
+    """The recipe's engine on some weights; with values as its answers it is a critic."""
     setting = EngineSetting(
         model=model,
         optim=recipe.optim,
@@ -118,6 +128,7 @@ def build_engine(recipe: Recipe, device: Device, model: ModelSection, num_steps:
         temperature=recipe.sampling.temperature,
         num_steps=num_steps,
         max_completion_tokens=recipe.sampling.max_tokens,
+        answer=answer,
     )
     engine: TrainEngine = plugins.load("engines", recipe.engine.type)(recipe.engine, setting)
     return engine
@@ -140,15 +151,6 @@ def build(recipe: Recipe, data: Data, model: ModelSection, rewards: Rewards, led
     """A whole run on the weights of `model`, which are the recipe's or those of the warm-up."""
     algorithm: Algorithm = plugins.load("algorithms", recipe.algorithm.type)(recipe.algorithm)
     engine = build_engine(recipe, data.device, model, recipe.steps)
-    reference = None
-    if Needs.REF_LOGPROBS in algorithm.needs:
-        reference = Reference(
-            model,
-            data.device,
-            seed=recipe.seed,
-            temperature=recipe.sampling.temperature,
-            max_tokens=engine.max_tokens,
-        )
     return Parts(
         recipe=recipe,
         data=data,
@@ -157,11 +159,37 @@ def build(recipe: Recipe, data: Data, model: ModelSection, rewards: Rewards, led
         sampling=sampling_params(recipe),
         algorithm=algorithm,
         engine=engine,
-        reference=reference,
+        critic=_critic(recipe, data.device, model),
+        reference=_reference(recipe, algorithm, engine, model),
         rollout=build_rollout(recipe, data),
         transport=InProcessTransport(),
         rewards=rewards,
         ledger=ledger,
+    )
+
+
+def _critic(recipe: Recipe, device: Device, model: ModelSection) -> TrainEngine | None:
+    if recipe.critic is None:
+        return None
+    optim = recipe.optim.model_copy(update={"lr": recipe.critic.lr})
+    own = recipe.model_copy(update={"optim": optim})
+    return build_engine(own, device, model, recipe.steps, answer="value")
+
+
+def _reference(
+    recipe: Recipe, algorithm: Algorithm, engine: TrainEngine, model: ModelSection
+) -> ScoresReference | None:
+    """The initial policy, where the loss wants it; under adapters it is the engine itself without them."""
+    if Needs.REF_LOGPROBS not in algorithm.needs:
+        return None
+    if getattr(recipe.engine, "lora", None) is not None:
+        return AdapterReference(cast(AdapterEngine, engine))
+    return Reference(
+        model,
+        engine.setting.device,
+        seed=recipe.seed,
+        temperature=recipe.sampling.temperature,
+        max_tokens=engine.max_tokens,
     )
 
 

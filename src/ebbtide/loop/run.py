@@ -200,6 +200,8 @@ class _Run:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         parts.engine.save(unfinished / "engine")
+        if parts.critic is not None:
+            parts.critic.save(unfinished / "critic")
         self._export(parts, unfinished / "model")
         state = {
             "step": step,
@@ -235,6 +237,8 @@ def _restore(parts: Parts, saved: _Checkpoint) -> int:
         rule = f"the newest checkpoint is of step {saved.step}"
         raise CheckpointError(problem("steps", parts.recipe.steps, rule, "Raise steps, or start with --overwrite"))
     parts.engine.load(saved.path / "engine")
+    if parts.critic is not None:
+        parts.critic.load(saved.path / "critic")
     parts.sampler.load_state(saved.state["sampler"])
     parts.counter.next_id = saved.state["next_request"]
     parts.algorithm.load_state(saved.state["algorithm"])

@@ -6,15 +6,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ebbtide.algorithms.base import Algorithm, Needs, check_batch
-from ebbtide.engines.base import MicrobatchOutput, OptimStats, TrainEngine
+from ebbtide.algorithms.base import Algorithm, CriticAlgorithm, LossInputs, Needs, check_batch
+from ebbtide.engines.base import Loss, MicrobatchOutput, OptimStats, TrainEngine
 from ebbtide.errors import DataError, problem
-from ebbtide.loop.reference import Reference
+from ebbtide.loop.reference import ScoresReference
 from ebbtide.rewards.scoring import ScoredGroups
 from ebbtide.rollout.base import RolloutBackend
 from ebbtide.types import Completion, GenerateRequest, Group, Prompt, Ratio, SamplingParams, StopReason, TrainBatch
 
 __all__ = [
+    "CriticLoss",
     "Harvest",
     "RequestCounter",
     "UpdateStats",
@@ -24,6 +25,7 @@ __all__ = [
     "group_metrics",
     "make_batch",
     "update",
+    "update_critic",
 ]
 
 
@@ -90,14 +92,21 @@ def make_batch(groups: Sequence[Group], algorithm: Algorithm) -> TrainBatch:
 
 
 def add_logprobs(
-    batch: TrainBatch, algorithm: Algorithm, engine: TrainEngine, reference: Reference | None
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    engine: TrainEngine,
+    reference: ScoresReference | None,
+    critic: TrainEngine | None,
 ) -> tuple[TrainBatch, Mapping[str, Ratio]]:
-    """The log-probs that the loss uses, and no others; then whatever the algorithm makes of the whole batch."""
+    """The log-probs and values that the loss uses, and no others; then what the algorithm makes of the whole batch."""
     if Needs.OLD_LOGPROBS in algorithm.needs:
         batch = replace(batch, old_logprobs=engine.logprobs(batch))
     if Needs.REF_LOGPROBS in algorithm.needs:
         assert reference is not None, algorithm.needs
         batch = replace(batch, ref_logprobs=reference.logprobs(batch))
+    if Needs.VALUES in algorithm.needs:
+        assert critic is not None, algorithm.needs
+        batch = replace(batch, values=critic.logprobs(batch))
     check_batch(batch)
     return algorithm.prepare(batch, batch.counts(engine.setting.max_completion_tokens))
 
@@ -130,10 +139,29 @@ class UpdateStats:
         }
 
 
-def update(engine: TrainEngine, batch: TrainBatch, algorithm: Algorithm) -> UpdateStats:
+def update(engine: TrainEngine, batch: TrainBatch, loss: Loss) -> UpdateStats:
     """Microbatches -> forward_backward -> optim_step."""
-    outputs = engine.forward_backward(batch, algorithm)
+    outputs = engine.forward_backward(batch, loss)
     return UpdateStats(outputs, engine.optim_step())
+
+
+@dataclass(frozen=True, slots=True)
+class CriticLoss:
+    """What a critic's engine minimises."""
+
+    algorithm: CriticAlgorithm
+    needs: Needs = Needs.NOTHING
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Mapping[str, Ratio]]:
+        """See `CriticAlgorithm.critic_loss`."""
+        return self.algorithm.critic_loss(inputs)
+
+
+def update_critic(critic: TrainEngine, batch: TrainBatch, algorithm: CriticAlgorithm) -> dict[str, float]:
+    """One step of the critic towards the batch's returns; its metrics."""
+    metrics = update(critic, batch, CriticLoss(algorithm)).metrics()
+    own = {key: value for key, value in metrics.items() if key.startswith("critic/")}
+    return own | {"critic/loss": metrics["loss/total"], "critic/grad_norm": metrics["optim/grad_norm"]}
 
 
 @dataclass(slots=True)

@@ -4,10 +4,20 @@ generate all -> score -> judge and pack -> log-probs -> update -> push
 """
 
 from dataclasses import dataclass
+from typing import cast
 
+from ebbtide.algorithms.base import CriticAlgorithm
 from ebbtide.loop.consistency import check_agreement
 from ebbtide.loop.parts import Parts
-from ebbtide.loop.step import Harvest, add_logprobs, batch_metrics, generate, make_batch, update
+from ebbtide.loop.step import (
+    Harvest,
+    add_logprobs,
+    batch_metrics,
+    generate,
+    make_batch,
+    update,
+    update_critic,
+)
 from ebbtide.rewards.scoring import score
 from ebbtide.types import Group
 from ebbtide.weightsync.push import push
@@ -45,9 +55,12 @@ async def train_step(parts: Parts, version: int) -> StepReport:
             with phase("consistency"):
                 metrics |= check_agreement(batch, engine, parts.rollout.state, parts.recipe).metrics()
         with phase("logprobs"):
-            batch, prepared = add_logprobs(batch, algorithm, engine, parts.reference)
+            batch, prepared = add_logprobs(batch, algorithm, engine, parts.reference, parts.critic)
         with phase("update"):
             stats = update(engine, batch, algorithm)
+        if parts.critic is not None:
+            with phase("critic"):
+                metrics |= update_critic(parts.critic, batch, cast(CriticAlgorithm, algorithm))
         metrics |= {name: ratio.value for name, ratio in prepared.items() if ratio.value is not None}
         metrics |= stats.metrics()
         is_skipped = stats.optim.is_skipped

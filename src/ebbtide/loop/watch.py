@@ -69,16 +69,21 @@ class Watch:
 
     def samples(self, step: int, evaluation: Evaluation) -> None:
         """Keep a few held-out completions, for a person to read."""
-        with self._folder.samples.open("a", encoding="utf-8") as file:
-            for group in evaluation.groups[:_NUM_SAMPLES]:
-                assert group.rewards is not None, group.prompt.index
-                line = {
-                    "step": step,
-                    "prompt": group.prompt.row["prompt"],
-                    "completion": self._decode(group.completions[0].token_ids.tolist()),
-                    "reward": float(group.rewards[0]),
-                }
-                file.write(json.dumps(line) + "\n")
+        lines = []
+        for group in evaluation.groups[:_NUM_SAMPLES]:
+            assert group.rewards is not None, group.prompt.index
+            line = {
+                "step": step,
+                "prompt": group.prompt.row["prompt"],
+                "completion": self._decode(group.completions[0].token_ids.tolist()),
+                "reward": float(group.rewards[0]),
+            }
+            lines.append(json.dumps(line) + "\n")
+        try:
+            with self._folder.samples.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:  # a full disk, say; a few answers are not worth a run
+            _log.warning("%s could not be written: %s", self._folder.samples, error)
 
     def finished(
         self, before: tuple[Evaluation, Evaluation], after: tuple[Evaluation, Evaluation], seconds: float

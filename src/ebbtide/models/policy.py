@@ -120,16 +120,22 @@ class Policy(nn.Module):
         hidden = self._hidden(layout, received)
         if not self.span.is_last:
             return hidden
-        stats = token_stats(
-            hidden[0].index_select(0, layout.predictor),
+        predicting_ND = hidden[0].index_select(0, layout.predictor)
+        stats = self._answer(predicting_ND, layout.targets, temperature, want_entropy, entropy_grad)
+        # Hooks of sharding hang on the result, and an in-place operator on a view would drop them silently.
+        return replace(stats, logprobs=stats.logprobs.clone()) if stats.logprobs._is_view() else stats
+
+    def _answer(
+        self, hidden_ND: Tensor, targets_N: Tensor, temperature: float, want_entropy: bool, entropy_grad: bool
+    ) -> TokenStats:
+        return token_stats(
+            hidden_ND,
             self.head(),
-            layout.targets,
+            targets_N,
             temperature=temperature,
             want_entropy=want_entropy,
             entropy_grad=entropy_grad,
         )
-        # Hooks of sharding hang on the result, and an in-place operator on a view would drop them silently.
-        return replace(stats, logprobs=stats.logprobs.clone()) if stats.logprobs._is_view() else stats
 
     def _hidden(self, layout: Layout, received: Tensor | None) -> Tensor:
         """[1, S, D]: final hidden states, or on a stage that is not the last what its layers make of `received`."""

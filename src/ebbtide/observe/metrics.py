@@ -74,6 +74,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/*_ratio", "ratio", "Share of trained tokens, or sequences, to which a bound of the loss applied."),
     Metric("policy/*_nats", "nats", "A mean difference of log-probs over trained tokens."),
     Metric("policy/reward_kl_coef", "", "Factor of the KL cost in the reward during this step."),
+    Metric("critic/loss", "", "What the critic minimised."),
+    Metric("critic/grad_norm", "", "Norm of the critic's gradient before it was scaled down."),
     Metric("critic/value_mean", "", "Mean value that the critic gives to the states of trained tokens."),
     Metric("critic/error_square_mean", "", "Mean squared error of the critic's values."),
     Metric("critic/clipped_ratio", "ratio", "Share of values that moved further than the bound of the critic's loss."),
