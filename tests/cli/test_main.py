@@ -91,6 +91,11 @@ sys.exit(", ".join(sorted(heavy & set(sys.modules))) or 0)
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (OSError(errno.ENOSPC, "", "runs/x/final"), 2, "error: no space left on device: 'runs/x/final'\n"),
         (PermissionError(errno.EACCES, "", "/root"), 2, "error: permission denied: '/root'\n"),
+        (
+            ModuleNotFoundError("No module named 'numpy'"),
+            2,
+            "error: No module named 'numpy'. `ebbtide doctor` says wha",
+        ),
         (MemoryError("32 GiB"), 2, "error: out of memory: 32 GiB. Lower engine.max_tokens_per_microbatch, batch.prom"),
         (torch.OutOfMemoryError("tried 2 GiB"), 2, "error: out of memory on the device: tried 2 GiB. Lower engine."),
     ],
@@ -103,7 +108,14 @@ def test_what_a_user_can_mend_is_text_and_no_traceback(
 
 
 @pytest.mark.parametrize(
-    "error", [AssertionError("ours"), RuntimeError("ours"), KeyError("ours"), OSError(errno.EIO, "")]
+    "error",
+    [
+        AssertionError("ours"),
+        RuntimeError("ours"),
+        KeyError("ours"),
+        OSError(errno.EIO, ""),
+        ImportError("ours", name="ebbtide.x"),
+    ],
 )
 def test_a_bug_of_ours_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(type(error)):

@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ImportError as error:
+        if (error.name or "").split(".")[0] == "ebbtide":
+            raise
+        return _refused(f"{error}. `ebbtide doctor` says what is missing or broken.")
     except (OSError, MemoryError, RuntimeError) as error:
         text = _of_the_machine(error)
         if text is None:

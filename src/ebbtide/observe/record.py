@@ -78,13 +78,13 @@ def finite(values: Sequence[float]) -> list[float]:
 
 
 def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Whole lines alone; the last may be broken off."""
+    """Whole lines alone; a kill or a full disk may have broken one off."""
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
-            return
+            continue
         if isinstance(row, dict):
             yield row
