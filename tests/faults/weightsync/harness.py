@@ -219,7 +219,7 @@ def _run_receiver(pipe: Connection, address: str, rank: int, fault: Fault | None
     pipe.send(_leftovers() - baseline + 1)  # the receiver of the baseline had an eventfd
 
 
-def _run_sender(pipe: Connection, _: str, rank: int, fault: Fault | None, deadline_s: float) -> None:
+def _run_sender(pipe: Connection, folder: str, _rank: int, fault: Fault | None, deadline_s: float) -> None:
     baseline = _leftovers()
     saboteur = Saboteur(fault)
     accept = UnixListener.accept
@@ -236,7 +236,7 @@ def _run_sender(pipe: Connection, _: str, rank: int, fault: Fault | None, deadli
     options = SenderOptions(
         num_receivers=NUM_RECEIVERS, bucket_bytes=BUCKET, deadline_s=deadline_s, keep_buffer=keeps, has_digest=True
     )
-    sender = MemfdTransport(options).sender
+    sender = MemfdTransport(options, Path(folder)).sender
     pipe.send(sender.address)
     for _command, version in iter(pipe.recv, None):
         pipe.send(_outcome(partial(sender.send_blocking, _weights(version, saboteur), version)))
@@ -333,28 +333,29 @@ def _as_process(main: Callable[..., None], pipe: Connection, *args: Any) -> None
 def try_fault(fault: Fault, deadline_s: float = 2.0) -> Verdict:
     """Break once, and see that all ends well."""
     verdict = Verdict()
-    before = _shared_names()
-    trial = _Trial(fault, deadline_s, verdict)
-    try:
-        trial.run()
-    finally:
-        for actor in trial.everyone:
-            actor.end()
-    PrivateFolder().close()  # the next sender, wherever it is, removes the folder of one that was stopped, then killed
-    names = _shared_names() - before
+    with tempfile.TemporaryDirectory() as folder:
+        trial = _Trial(fault, deadline_s, verdict, Path(folder))
+        try:
+            trial.run()
+        finally:
+            for actor in trial.everyone:
+                actor.end()
+        PrivateFolder(Path(folder)).close()  # the next sender removes the folder of one that was stopped, then killed
+        names = [*Path(folder).iterdir(), *Path("/dev/shm").glob("*ebbtide*")]
     verdict.num_left += len(names)
     if names:
-        verdict.problems.append(f"left behind: {sorted(names)}")
+        verdict.problems.append(f"left behind: {sorted(map(str, names))}")
     return verdict
 
 
 class _Trial:
-    def __init__(self, fault: Fault, deadline_s: float, verdict: Verdict) -> None:
+    def __init__(self, fault: Fault, deadline_s: float, verdict: Verdict, folder: Path) -> None:
+        self.folder = str(folder)
         self.fault, self.deadline_s, self.verdict = fault, deadline_s, verdict
         self.everyone: list[Actor] = []
         broken = [fault if fault.who == f"receiver {rank}" else None for rank in range(NUM_RECEIVERS)]
         sender_fault = fault if fault.who == "sender" else Fault("", "", "", fault.keeps_buffer)
-        self.sender = self._start(_run_sender, "", -1, sender_fault)
+        self.sender = self._start(_run_sender, self.folder, -1, sender_fault)
         self.address: str = self.sender.answer(20)
         self.receivers = [self._start(_run_receiver, self.address, r, broken[r]) for r in range(NUM_RECEIVERS)]
 
@@ -380,12 +381,12 @@ class _Trial:
     def _actors(self) -> dict[str, Actor]:
         return {"sender": self.sender, **{f"receiver {rank}": actor for rank, actor in enumerate(self.receivers)}}
 
-    def _push(self, version: int) -> dict[str, tuple[str, float] | None]:
+    def _push(self, version: int, fallen: str = "") -> dict[str, tuple[str, float] | None]:
         for actor in self._actors().values():
             actor.ask("push", version)
         patience = self.deadline_s + SLACK_S
-        return {name: actor.answer(patience if name != self.fault.who else 0.1 + patience)
-                for name, actor in self._actors().items()}  # fmt: skip
+        names = sorted(self._actors(), key=lambda name: name == fallen)  # who will not answer is asked last
+        return {name: self._actors()[name].answer(0.2 if name == fallen else patience) for name in names}
 
     def _strike_while_idle(self) -> None:
         victim = self._actors()[self.fault.who]
@@ -395,7 +396,7 @@ class _Trial:
         os.kill(victim.process.pid or 0, signal.SIGKILL if self.fault.how == "kill" else signal.SIGSTOP)
 
     def _expect_failure(self, version: int) -> None:
-        outcomes = self._push(version)
+        outcomes = self._push(version, self.fault.who if self.fault.how in ("kill", "stop") else "")
         if self.fault.how != "double" and all(outcome is not None and not outcome[0] for outcome in outcomes.values()):
             self.verdict.problems.append("nobody noticed")
         for name, outcome in outcomes.items():
@@ -436,7 +437,7 @@ class _Trial:
         if self.fault.how not in ("kill", "stop") and not (self.fault.where == "idle" and self.fault.how == "close"):
             return
         if self.fault.who == "sender":
-            self.sender = self._start(_run_sender, "", -1, None)
+            self.sender = self._start(_run_sender, self.folder, -1, None)
             self.address = self.sender.answer(20)
             for receiver in self.receivers:
                 receiver.ask("address", self.address)
@@ -455,8 +456,3 @@ class _Trial:
             receiver.ask("check", None)
             if (found := receiver.answer(10)) != (expected, version):
                 self.verdict.problems.append(f"receiver {rank} holds {found}")
-
-
-def _shared_names() -> set[str]:
-    folders = Path(tempfile.gettempdir()).glob("ebbtide-push-*")
-    return {str(path) for path in (*Path("/dev/shm").iterdir(), *folders)}
