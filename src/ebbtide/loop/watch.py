@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from ebbtide.errors import RunFolderError
 from ebbtide.loop.evaluate import Evaluation
 from ebbtide.observe.console import Console
 from ebbtide.observe.jsonl import MetricsFile
@@ -111,7 +112,13 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except RunFolderError as lost:  # what ended the run matters more than its last metrics
+            _log.error("%s", lost)
 
     def _report(self) -> None:
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -93,7 +94,10 @@ def _write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], dtype: to
 
 
 def _flush(folder: Path, number: int, shard: dict[str, Tensor]) -> list[str]:
-    save_file(shard, folder / f"shard-{number}", metadata={"format": "pt"})
+    try:
+        save_file(shard, folder / f"shard-{number}", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise CheckpointError(problem("checkpoint", str(folder), f"cannot be written: {error}")) from error
     return list(shard)
 
 
