@@ -177,6 +177,8 @@ class MeshEngine(TrainEngine):
             give_value_head(model)
         if config.lora is not None:
             adapters.inject(model, config.lora, setting.seed)
+            # A value head that stays at its zeros would teach the adapters nothing.
+            model.get_output_embeddings().requires_grad_(setting.answer == "value")
         self._described = {name: (item.shape, item.dtype) for name, item in model.named_parameters()}
         span = spans(len(decoder_layers(model)), num_stages)[stage]
         kind = Critic if setting.answer == "value" else Policy
