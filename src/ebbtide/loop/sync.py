@@ -50,12 +50,12 @@ async def train_step(parts: Parts, version: int) -> StepReport:
     if harvest.kept:
         with phase("batch"):
             batch = make_batch(harvest.kept, algorithm)
-            metrics |= batch_metrics(batch, version)
         if version == 0:
             with phase("consistency"):
                 metrics |= check_agreement(batch, engine, parts.rollout.state, parts.recipe).metrics()
         with phase("logprobs"):
             batch, prepared = add_logprobs(batch, algorithm, engine, parts.reference, parts.critic)
+        metrics |= batch_metrics(batch, version)
         with phase("update"):
             stats = update(engine, batch, algorithm)
         if parts.critic is not None:
