@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,23 @@ def test_a_step_in_another_dtype(run_folder: Path, tmp_path: Path) -> None:
     theirs = load_file(run_folder / "checkpoints" / "step-1" / "model" / "model.safetensors")
     assert all(torch.equal(mine[name], theirs[name].bfloat16()) for name in theirs)
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
+
+
+def test_a_checkpoint_of_several_files_is_converted_whole(run_folder: Path, tmp_path: Path) -> None:
+    split, target = tmp_path / "run" / "final", tmp_path / "model"
+    shutil.copytree(run_folder, split.parent)
+    model = AutoModelForCausalLM.from_pretrained(split)
+    (split / "model.safetensors").unlink()
+    model.save_pretrained(split, max_shard_size="40KB")
+    assert len(list(split.glob("*.safetensors"))) > 1
+    assert main(["export", str(split.parent), str(target), "--dtype", "bfloat16"]) == 0
+    found = AutoModelForCausalLM.from_pretrained(target)
+    assert found.dtype == torch.bfloat16
+    theirs = model.state_dict()
+    assert all(torch.equal(tensor, theirs[name].bfloat16()) for name, tensor in found.state_dict().items())
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    held = [tensor for file in target.glob("*.safetensors") for tensor in load_file(file).values()]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in held)
 
 
 def test_a_target_that_holds_something_is_kept(

@@ -1,16 +1,11 @@
 """`ebbtide export`: a run's weights as a Hugging Face checkpoint of their own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 __all__ = ["Export"]
 
@@ -36,16 +31,7 @@ class Export:
 
         source = RunFolder.open(arguments.run).checkpoint(arguments.step)
         _check_target(arguments.target, source, overwrite=arguments.overwrite)
-        import torch
-        from transformers import AutoConfig, AutoTokenizer
-
-        from ebbtide.models.export import save_checkpoint
-
-        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-        config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-        save_checkpoint(arguments.target, _weights(source), config, tokenizer, dtype=dtype)
-        if (source / "generation_config.json").is_file():
-            shutil.copy(source / "generation_config.json", arguments.target)
+        _write(source, arguments.target, arguments.dtype)
         num_bytes = sum(path.stat().st_size for path in arguments.target.iterdir())
         if arguments.json:
             print(json.dumps({"source": str(source), "target": str(arguments.target), "bytes": num_bytes}))
@@ -72,11 +58,42 @@ def _check_target(target: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(problem("target", where, "holds a checkpoint", "Replace it by --overwrite"))
 
 
-def _weights(source: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every stored weight by its name, one in memory at a time."""
-    from safetensors import safe_open
+def _write(source: Path, target: Path, dtype: str | None) -> None:
+    """Copy the checkpoint, which is complete before it takes its place; an older one steps aside first."""
+    unfinished, old = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "old"))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        shutil.copy2(file, unfinished)
+    if dtype is not None:
+        _convert(unfinished, dtype)
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    unfinished.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 it is no mapping
-                yield name, weights.get_tensor(name)
+
+def _convert(folder: Path, dtype: str) -> None:
+    """Store floating-point weights in another dtype; one file of them is in memory at a time."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    num_bytes = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        stored = load_file(file)
+        wanted = {
+            name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+            for name, tensor in stored.items()
+        }
+        save_file(wanted, file, metadata={"format": "pt"})
+        num_bytes += sum(tensor.nbytes for tensor in wanted.values())
+    _edit(folder / "config.json", lambda tree: tree | {"dtype": dtype})
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        _edit(index, lambda tree: tree | {"metadata": tree.get("metadata", {}) | {"total_size": num_bytes}})
+
+
+def _edit(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    tree = change(json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
