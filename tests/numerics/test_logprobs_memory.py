@@ -5,14 +5,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ebbtide.memory.live import LiveStorages
-from ebbtide.numerics import chunked, products, sources
+from ebbtide.numerics import chunked, logprobs, products, sources
 from ebbtide.numerics.logprobs import Head, eager_token_stats, token_stats
 from ebbtide.numerics.products import is_worth_onednn
 from ebbtide.numerics.tiles import Tiling
 
 HAS_ONEDNN = is_worth_onednn(torch.zeros(1), 1 << 40)
+
+
+@pytest.fixture(autouse=True)
+def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tiles, whatever the size."""
+    monkeypatch.setattr(logprobs, "_SMALL", 0)
 
 
 class Measured:
@@ -61,6 +68,7 @@ def expect_exactly(measured: Measured, N: int, V: int, D: int, onednn: bool) -> 
     assert measured.backward_peak == measured.gradients + tile + 8 * N + max(13 * rows, returned)
 
 
+@pytest.mark.timeout(600)
 def test_the_bound_holds_to_the_byte_at_full_size_at_any_temperature() -> None:
     """Whole logits would take 4.98 GB in float32; here it is a tile of 8 MiB."""
     N, V = 8192, 151_936
@@ -119,6 +127,14 @@ def test_a_bfloat16_weight_has_no_second_gradient_in_float32(N: int) -> None:
     others = 4 * N * D + 2 * slice_bytes + 64 * N
     assert measured.backward_peak <= 2 * measured.tile + measured.gradients + others
     assert others < 4 * V * D
+
+
+def test_fake_tensors_take_as_many_bytes() -> None:
+    """So a plan of memory may run this code without computing anything."""
+    real = Measured(2048, 5000, 8, want_entropy=True, top_k=4)
+    with FakeTensorMode():
+        fake = Measured(2048, 5000, 8, want_entropy=True, top_k=4)
+    assert fake.figures()[:3] == real.figures()[:3]
 
 
 def test_the_eager_path_adds_its_gradient_and_tiles_only() -> None:
