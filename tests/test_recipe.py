@@ -47,7 +47,8 @@ def test_every_recipe_loads_and_its_dump_loads_as_the_same(path: Path, tmp_path:
 
 @pytest.mark.parametrize("name", plugins.names("algorithms"))
 def test_a_recipe_with_any_algorithm_comes_back_from_its_dump(name: str, tmp_path: Path) -> None:
-    recipe = config.validate(Recipe, tree(algorithm={"type": name}))
+    needs_critic = getattr(plugins.load("algorithms", name).Config, "has_critic", False)
+    recipe = config.validate(Recipe, tree(algorithm={"type": name}, critic={"lr": 1e-4} if needs_critic else None))
     dumped = tmp_path / "recipe.toml"
     dumped.write_text(config.dump(recipe), encoding="utf-8")
     assert config.load(Recipe, dumped) == recipe
@@ -68,6 +69,8 @@ def test_a_recipe_with_any_algorithm_comes_back_from_its_dump(name: str, tmp_pat
         ({"optim": {"lr": 1, "min_lr_ratio": 0.1}}, "optim.min_lr_ratio=0.1: has no effect with schedule='constant'."),
         ({"optim": {"lr": 1, "betas": [0.9, 1.0]}}, "optim.betas.1=1.0: must be less than 1."),
         ({"optim": {"lr": 1, "warmup_steps": 10}}, "optim.warmup_steps=10: the learning rate would never arrive, as t"),
+        ({"algorithm": {"type": "ppo"}}, "critic=None: algorithm.type='ppo' needs a critic. Give the recipe [critic]"),
+        ({"critic": {"lr": 1e-4}}, "critic=CriticSection(lr=0.0001): algorithm.type='grpo' has no critic. Take [criti"),
         ({"sampling": {"max_tokens": 8, "top_p": 0}}, "sampling.top_p=0: must be greater than 0."),
         ({"sampling": {"max_tokens": 8, "temperature": 0}}, "sampling.temperature=0: must be greater than 0."),
         ({"sampling": {}}, "sampling.max_tokens: is required and missing. New tokens a completion at most."),
