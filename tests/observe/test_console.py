@@ -36,6 +36,7 @@ def test_the_figures_of_a_step_are_those_that_are_there() -> None:
     assert figures(STEP) == ["reward 0.250", "accuracy 0.500", "12.3k tok/s", "5.0 MiB"]
     assert figures({}) == []
     assert figures({"warmup/loss_nats": 1.5}) == ["loss 1.500"]
+    assert figures({"eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5}) == ["held-out 0.250", "held-out greedy 0.500"]
     assert figures(STEP | {"memory/update_peak_allocated_bytes": 7.0 * 2**30})[-1] == "7.0 GiB"
 
 

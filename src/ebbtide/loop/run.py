@@ -171,8 +171,11 @@ class _Run:
 
     async def _evaluate_both(self, parts: Parts, step: int) -> tuple[Evaluation, Evaluation]:
         """As the policy samples, and greedy."""
-        sampled = await self._evaluate(parts, self.recipe.eval.temperature)
-        greedy = await self._evaluate(parts, 0.0)
+        with self.watch.stage("evaluate", 2):
+            sampled = await self._evaluate(parts, self.recipe.eval.temperature)
+            self.watch.show(1, sampled.metrics())
+            greedy = await self._evaluate(parts, 0.0)
+            self.watch.show(2, {"eval/greedy_accuracy": greedy.accuracy})
         metrics = sampled.metrics() | {"eval/greedy_accuracy": greedy.accuracy} | parts.ledger.step_metrics()
         self.watch.write(step, metrics)
         self.watch.samples(step, sampled)

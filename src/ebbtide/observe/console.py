@@ -116,8 +116,9 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
     for key, text in (("warmup/loss_nats", "loss"), ("reward/mean", "reward"), ("reward/accuracy", "accuracy")):
         if key in metrics:
             found.append(f"{text} {metrics[key]:.3f}")
-    if "eval/accuracy" in metrics:
-        found.append(f"held-out {metrics['eval/accuracy']:.3f}")
+    for key, text in (("eval/accuracy", "held-out"), ("eval/greedy_accuracy", "held-out greedy")):
+        if key in metrics:
+            found.append(f"{text} {metrics[key]:.3f}")
     if "throughput/tokens_per_s" in metrics:
         found.append(f"{format_count(metrics['throughput/tokens_per_s'])} tok/s")
     for kind in ("allocated", "rss"):
