@@ -33,8 +33,9 @@ TARGETS = {"time_ratio": "<= 1.15", "peak_ratio": "<= 0.1"}
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for; each name is the suffix of its figures."""
+    """What is asked for; each figure's name ends in the suffix."""
 
+    name: str
     suffix: str
     temperature: float = 1.0
     want_entropy: bool = False
@@ -43,11 +44,11 @@ class Case:
 
 
 CASES = (
-    Case(""),
-    Case("_t07", temperature=0.7),
-    Case("_entropy", want_entropy=True),
-    Case("_topk64", top_k=64),
-    Case("_bf16", dtype=torch.bfloat16),
+    Case("plain", ""),
+    Case("t07", "_t07", temperature=0.7),
+    Case("entropy", "_entropy", want_entropy=True),
+    Case("topk64", "_topk64", top_k=64),
+    Case("bf16", "_bf16", dtype=torch.bfloat16),
 )
 
 
@@ -94,10 +95,12 @@ def main() -> int:
     N, repeats = run.args.tokens or N, run.args.repeats or (2 if run.args.quick else 3)
     print(f"N={N} V={V} D={D} on {device.type}, {torch.get_num_threads()} threads, {repeats} repetitions")
     for case in CASES:
+        if run.args.case and case.name not in run.args.case:
+            continue
         inputs = Inputs(N, V, D, case.dtype, device.torch)
         eager, ours = compare(case, inputs, device, repeats)
         record(run, case, eager, ours)
-        if not case.suffix or case.suffix == "_entropy":
+        if case.name in ("plain", "entropy"):
             record_trl(run, case, inputs, repeats, ours)
         del inputs
     record_small(run, device)
@@ -108,6 +111,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Size, repetitions, device, and the peers' interpreter."""
     parser.add_argument("--tokens", type=int, default=0, help="N (default: 4096, quick 2048)")
     parser.add_argument("--repeats", type=int, default=0, help="repetitions (default: 3, quick 2)")
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", action="append", choices=names, help="measure this case (repeatable; default: all)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or npu")
     default = ROOT / ".venv-peers" / "bin" / "python"
     parser.add_argument("--peers-python", default=str(default), help="an interpreter that has TRL")
@@ -143,7 +148,7 @@ def tiled_stats(case: Case, inputs: Inputs) -> list[Tensor]:
 
 
 def compare(case: Case, inputs: Inputs, device: Device, repeats: int) -> tuple[Samples, Samples]:
-    """Both ways in turn, so that what else the machine does meets both; the first of each also counts memory."""
+    """Both ways in turn, so that what else the machine does meets both; a first pass of each counts memory only."""
     ways: tuple[tuple[Callable[[Case, Inputs], list[Tensor]], Samples], ...] = (
         (eager_stats, Samples()),
         (tiled_stats, Samples()),

@@ -646,6 +646,8 @@ def _call(**changes: Any) -> TokenStats:
         ({"targets_N": torch.tensor([0, -100, 1])}, "targets=-100: must be from 0 to 4"),
         ({"targets_N": torch.tensor([0, 1])}, "targets.shape=(2,): must be [3]"),
         ({"targets_N": torch.zeros(3)}, "targets.dtype=torch.float32: must be an integer type"),
+        ({"targets_N": torch.zeros(3, dtype=torch.long, device="meta")}, "targets.device='meta': must be on cpu"),
+        ({"head": Head(torch.zeros(5, 2, device="meta"))}, "hidden.device, head.weight.device=('cpu', 'meta')"),
         ({"chunk_tokens": 0}, "chunk_tokens=0: must be at least 1"),
         ({"head": Head(torch.zeros(5, 3))}, "must be [N, D] and [V, D]"),
         ({"head": Head(torch.zeros(5, 2), torch.zeros(4))}, "head.bias.shape=(4,): must be [5]"),

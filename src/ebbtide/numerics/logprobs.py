@@ -114,7 +114,7 @@ def token_stats(
     (N, _), V = hidden_ND.shape, weight_VD.shape[0]
     dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
     rule = LogitRule(head.logit_scale, head.softcap, read_temperature(temperature, N, dtype))
-    _check_asked(N, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
+    _check_asked(hidden_ND, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
     request = Request(targets_N, rule, dtype, want_entropy, entropy_grad, candidate_ids_NK, top_k, chunk_tokens)
     if N * V <= _SMALL and weight_VD.dtype == hidden_ND.dtype and (hidden_ND.dtype == dtype or not hidden_ND.is_cuda):
         return _plain_stats(functional.linear(hidden_ND, weight_VD, bias_V), request)
@@ -157,7 +157,7 @@ def eager_token_stats(
     N, V = logits_NV.shape
     dtype = torch.promote_types(logits_NV.dtype, torch.float32)
     rule = LogitRule(temperature=read_temperature(temperature, N, dtype))
-    _check_asked(N, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
+    _check_asked(logits_NV, V, targets_N, top_k, candidate_ids_NK, chunk_tokens)
     request = Request(targets_N, rule, dtype, want_entropy, entropy_grad, candidate_ids_NK, top_k, chunk_tokens)
     if N * V <= _SMALL:
         return _plain_stats(logits_NV.clone() if rule.temperature is not None else logits_NV, request)
@@ -190,6 +190,9 @@ def _plain_stats(raw_NV: Tensor, request: Request) -> TokenStats:
 def _product_dtypes(hidden_ND: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, weight and bias as the product wants them: what autocast says, else the wider of the two."""
     weight_VD, bias_V = head.weight, head.bias
+    if hidden_ND.device != weight_VD.device:
+        devices = (str(hidden_ND.device), str(weight_VD.device))
+        raise DataError(problem("hidden.device, head.weight.device", devices, "must be one device"))
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.shape[1] != weight_VD.shape[1]:
         shapes = (tuple(hidden_ND.shape), tuple(weight_VD.shape))
         raise DataError(problem("hidden.shape, head.weight.shape", shapes, "must be [N, D] and [V, D]"))
@@ -206,8 +209,13 @@ def _product_dtypes(hidden_ND: Tensor, head: Head) -> tuple[Tensor, Tensor, Tens
 
 
 def _check_asked(
-    N: int, V: int, targets_N: Tensor, top_k: int, candidate_ids_NK: Tensor | None, chunk_tokens: int | None
+    like: Tensor, V: int, targets_N: Tensor, top_k: int, candidate_ids_NK: Tensor | None, chunk_tokens: int | None
 ) -> None:
+    N = like.shape[0]
+    for name, ids in (("targets", targets_N), ("candidate_ids", candidate_ids_NK)):
+        if ids is not None and ids.device != like.device:
+            rule = f"must be on {like.device}, where the model's output is"
+            raise DataError(problem(f"{name}.device", str(ids.device), rule))
     if targets_N.shape != (N,):
         raise DataError(problem("targets.shape", tuple(targets_N.shape), f"must be [{N}], one id a hidden state"))
     if not 0 <= top_k <= V:
