@@ -277,25 +277,25 @@ class TrainBatch:
             rewards: one a sequence; 0 where not given.
         """
         B = len(sequences)
-        lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion, _ in sequences])
+        prompts = [len(prompt) for prompt, _, _ in sequences]
+        completions = torch.tensor([len(completion) for _, completion, _ in sequences])
+        if 0 in prompts:
+            where = f"sequences[{prompts.index(0)}].prompt"
+            raise DataError(problem(where, 0, "a sequence needs at least one prompt token"))
+        halves = torch.stack([torch.tensor(prompts, dtype=torch.long), completions.long()], dim=1)
+        lengths = halves.sum(1)
         cu_seqlens = torch.zeros(B + 1, dtype=torch.int32)
         cu_seqlens[1:] = lengths.cumsum(0)
-        T = int(lengths.sum())
-        tokens = torch.cat([part for prompt, completion, _ in sequences for part in (prompt, completion)]).long()
-        loss_mask = torch.zeros(T, dtype=torch.bool)
-        rollout_logprobs, advantages_T = torch.zeros(T), torch.zeros(T)
+        loss_mask = torch.tensor([False, True]).repeat(B).repeat_interleave(halves.flatten())
+        T = len(loss_mask)
         token_versions = torch.full((T,), -1, dtype=torch.int32)
-        for b, (prompt, _, logprobs) in enumerate(sequences):
-            if len(prompt) == 0:
-                raise DataError(problem(f"sequences[{b}].prompt", 0, "a sequence needs at least one prompt token"))
-            start, stop = int(cu_seqlens[b]) + len(prompt), int(cu_seqlens[b + 1])
-            loss_mask[start:stop] = True
-            rollout_logprobs[start:stop] = logprobs
-            token_versions[start:stop] = 0 if versions is None else versions[b]
-            if advantages is not None:
-                advantages_T[start:stop] = advantages[b]
+        rollout_logprobs, advantages_T = torch.zeros(T), torch.zeros(T)
+        rollout_logprobs[loss_mask] = torch.cat([logprobs for _, _, logprobs in sequences]).float()
+        token_versions[loss_mask] = 0 if versions is None else torch.cat(list(versions)).int()
+        if advantages is not None:
+            advantages_T[loss_mask] = _per_token(advantages, completions)
         return TrainBatch(
-            tokens=tokens,
+            tokens=torch.cat([part for prompt, completion, _ in sequences for part in (prompt, completion)]).long(),
             position_ids=torch.arange(T) - torch.repeat_interleave(cu_seqlens[:-1].long(), lengths),
             cu_seqlens=cu_seqlens,
             loss_mask=loss_mask,
@@ -305,6 +305,13 @@ class TrainBatch:
             group_ids=torch.tensor(range(B) if group_ids is None else group_ids, dtype=torch.int32),
             rewards=torch.zeros(B) if rewards is None else torch.tensor(rewards, dtype=torch.float32),
         )
+
+
+def _per_token(values: Sequence[Tensor], lengths: Tensor) -> Tensor:
+    """[sum of lengths] from a scalar or [C] a sequence."""
+    if all(value.dim() == 0 for value in values):
+        return torch.stack(list(values)).float().repeat_interleave(lengths)
+    return torch.cat([value.float().expand(int(length)) for value, length in zip(values, lengths, strict=True)])
 
 
 _PER_SEQUENCE = frozenset({"group_ids", "rewards"})

@@ -41,9 +41,20 @@ def test_a_sequence_is_a_prompt_up_to_its_first_trained_token() -> None:
 
 
 def test_one_group_id_with_different_prompts_shares_nothing() -> None:
-    layout = PrefixLayout.of(batch_of([([5, 6], [7]), ([5, 9], [7]), ([5, 6], [8]), ([5], [6])], [3, 3, 3, 3]))
+    sequences = [([5, 6], [7, 1]), ([5, 9], [7, 1]), ([5, 6], [8, 1]), ([5], [6, 1])]
+    layout = PrefixLayout.of(batch_of(sequences, [3, 3, 3, 3]))
     assert layout.prompt_lengths.tolist() == [2, 2, 1]
     assert layout.parents.tolist() == [0, 1, 0, 2]
+
+
+def test_equal_completions_are_one_but_for_their_last_token() -> None:
+    """5 | 7 8 9 and 5 | 7 8 4 run over the same tokens; 5 | 7 3 9 does not, and neither does 6 | 7 8 9."""
+    sequences = [([5], [7, 8, 9]), ([5], [7, 8, 4]), ([5], [7, 3, 9]), ([6], [7, 8, 9])]
+    layout = PrefixLayout.of(batch_of(sequences, [0, 0, 0, 0]))
+    assert layout.source.tolist() == [0, 12, 1, 2, 9, 10, 13, 14]
+    assert layout.parents.tolist() == [0, 0, 1]
+    assert layout.completion_lengths.tolist() == [2, 2, 2]
+    assert layout.predictor.tolist() == [0, 2, 3, 0, 2, 3, 0, 4, 5, 1, 6, 7]
 
 
 def test_equal_prompts_of_different_groups_stay_apart() -> None:
@@ -56,14 +67,14 @@ def test_a_batch_without_a_trained_token_has_only_prompts() -> None:
     layout = PrefixLayout.of(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)))
     assert layout.prompt_lengths.tolist() == [3]
     assert layout.predictor.tolist() == []
-    assert layout.completion_lengths.tolist() == [0, 0]
+    assert layout.completion_lengths.tolist() == [0]
 
 
 def test_it_pays_from_an_eighth_and_while_masks_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = PrefixLayout.of(batch_of([([5] * 10, [7] * 9)], [0]))
     assert len(alone.source) == 18  # of 19: the last token alone does not pay
     assert not alone.pays
-    pair = PrefixLayout.of(batch_of([([5] * 10, [7] * 9)] * 2, [0, 0]))
+    pair = PrefixLayout.of(batch_of([([5] * 10, [7] * 9), ([5] * 10, [8] * 9)], [0, 0]))
     assert len(pair.source) == 26  # of 38
     assert pair.pays
     monkeypatch.setattr(prefix, "_MAX_MASK_ELEMENTS", 8 * 18 * 2 - 1)

@@ -1,7 +1,7 @@
 """Prompts computed once a group: completions attend to the one copy of the prompt that they share.
 
 A group of G completions repeats its prompt G times in a packed batch. Here the forward runs over each distinct prompt
-once and over the completions, which attend to their prompt's keys and values and then to themselves. Each
+once and over the distinct completions, which attend to their prompt's keys and values and then to themselves. A
 completion's last token is left out as well, since nothing is predicted from it. Log-probs and gradients are those of
 the packed batch.
 """
@@ -18,6 +18,7 @@ from ebbtide.types import TrainBatch
 __all__ = ["PrefixAttention", "PrefixLayout"]
 
 _MAX_MASK_ELEMENTS = 1 << 26
+_HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class PrefixLayout:
         source: [S] int64, each forward token's place in the packed batch: prompts first, then completions.
         predictor: [N] int64, for each trained token the forward token that predicts it.
         prompt_lengths: [R] int64, tokens of each distinct prompt.
-        completion_lengths: [B] int64, forward tokens of each completion; may be 0.
-        parents: [B] int64, the prompt of each completion.
+        completion_lengths: [U] int64, forward tokens of each distinct completion; may be 0.
+        parents: [U] int64, the prompt of each distinct completion.
+        num_packed: tokens of the packed batch.
     """
 
     source: Tensor
@@ -37,38 +39,43 @@ class PrefixLayout:
     prompt_lengths: Tensor
     completion_lengths: Tensor
     parents: Tensor
+    num_packed: int
 
     @staticmethod
     def of(batch: TrainBatch) -> "PrefixLayout":
         """The layout of a batch whose integer fields are on the host.
 
         A sequence's prompt is what stands before its first trained token. Sequences of one group share it where all
-        its tokens are equal.
+        its tokens are equal, and share what follows where that is equal too, but for the last token.
         """
         starts, lengths = batch.cu_seqlens[:-1].long(), batch.lengths
         sequence_N = batch.sequence_ids[batch.loss_mask]
         position_N = batch.position_ids[batch.loss_mask]
         prompt = lengths.clone().scatter_reduce_(0, sequence_N, position_N, "amin")
-        owner = _owners(batch, starts, prompt)
-        owners = (owner == torch.arange(len(owner))).nonzero().squeeze(1)
-        parents = torch.zeros_like(owner).index_put_((owners,), torch.arange(len(owners)))[owner]
-        prompt_lengths = prompt[owners]
-        completion_lengths = (lengths - prompt - 1).clamp(min=0)
-        source = torch.cat([ranges(starts[owners], prompt_lengths), ranges(starts + prompt, completion_lengths)])
+        completion = (lengths - prompt - 1).clamp(min=0)
+        prompts = _Distinct.of(batch.tokens, starts, prompt, batch.group_ids.long())
+        completions = _Distinct.of(batch.tokens, starts + prompt, completion, prompts.number)
+        prompt_lengths, completion_lengths = prompt[prompts.first], completion[completions.first]
+        source = torch.cat(
+            [
+                ranges(starts[prompts.first], prompt_lengths),
+                ranges((starts + prompt)[completions.first], completion_lengths),
+            ]
+        )
         prompt_ends = prompt_lengths.cumsum(0) - 1
         completion_starts = prompt_lengths.sum() + completion_lengths.cumsum(0) - completion_lengths
         into_N = position_N - prompt[sequence_N]
-        after_first = completion_starts[sequence_N] + into_N - 1
-        predictor = torch.where(into_N == 0, prompt_ends[parents[sequence_N]], after_first)
-        return PrefixLayout(source, predictor, prompt_lengths, completion_lengths, parents)
+        after_first = completion_starts[completions.number[sequence_N]] + into_N - 1
+        predictor = torch.where(into_N == 0, prompt_ends[prompts.number[sequence_N]], after_first)
+        parents = prompts.number[completions.first]
+        return PrefixLayout(source, predictor, prompt_lengths, completion_lengths, parents, batch.num_tokens)
 
     @property
     def pays(self) -> bool:
         """Whether at least an eighth of the tokens falls away, and the masks of its blocks stay small."""
-        num_packed = int((self.completion_lengths + 1 + self.prompt_lengths[self.parents]).sum())
         keys = self.completion_lengths + self.prompt_lengths[self.parents]
         mask_elements = int((self.completion_lengths * keys).sum())
-        return 8 * len(self.source) <= 7 * num_packed and mask_elements <= _MAX_MASK_ELEMENTS
+        return 8 * len(self.source) <= 7 * self.num_packed and mask_elements <= _MAX_MASK_ELEMENTS
 
 
 class PrefixAttention:
@@ -139,16 +146,35 @@ class _Past:
         return seen if window is None else seen & (keys > queries - window)
 
 
-def _owners(batch: TrainBatch, starts: Tensor, prompt: Tensor) -> Tensor:
-    """[B], for each sequence the first one that has the same prompt; itself where there is none."""
-    first: dict[tuple[int, int], int] = {}
-    keys = zip(batch.group_ids.tolist(), prompt.tolist(), strict=True)
-    candidate = torch.tensor([first.setdefault(key, b) for b, key in enumerate(keys)])
-    mine, other = ranges(starts, prompt), ranges(starts[candidate], prompt)
-    differs = (batch.tokens[mine] != batch.tokens[other]).long()
-    sequence = torch.repeat_interleave(torch.arange(len(prompt)), prompt)
-    num_different = torch.zeros(len(prompt), dtype=torch.long).index_add_(0, sequence, differs)
-    return candidate.where(num_different == 0, torch.arange(len(prompt)))
+@dataclass(frozen=True, slots=True)
+class _Distinct:
+    """Spans of tokens, of which those with equal tokens and equal label are one.
+
+    Attributes:
+        number: [B] int64, which distinct span each span is.
+        first: [U] int64, the first span that each distinct one stands for.
+    """
+
+    number: Tensor
+    first: Tensor
+
+    @staticmethod
+    def of(tokens: Tensor, starts: Tensor, lengths: Tensor, labels: Tensor) -> "_Distinct":
+        """Spans are found by a hash and then compared token by token, so that none is shared by accident."""
+        B = len(starts)
+        span = torch.repeat_interleave(torch.arange(B), lengths)
+        mine = ranges(starts, lengths)
+        within = ranges(torch.zeros_like(lengths), lengths)
+        mixed = (tokens[mine] + 1) * (2 * within + 1) * _HASH_FACTOR
+        hashes = torch.zeros(B, dtype=torch.long).index_add_(0, span, mixed ^ (mixed >> 29))
+        seen: dict[tuple[int, int, int], int] = {}
+        keys = zip(labels.tolist(), lengths.tolist(), hashes.tolist(), strict=True)
+        candidate = torch.tensor([seen.setdefault(key, b) for b, key in enumerate(keys)])
+        differs = (tokens[mine] != tokens[ranges(starts[candidate], lengths)]).long()
+        num_different = torch.zeros(B, dtype=torch.long).index_add_(0, span, differs)
+        owner = candidate.where(num_different == 0, torch.arange(B))
+        first, number = owner.unique(return_inverse=True)
+        return _Distinct(number, first)
 
 
 def _similar_in_both(completion_lengths: Tensor, prompt_lengths: Tensor) -> list[list[int]]:
