@@ -33,14 +33,17 @@ from ebbtide.weightsync.push import push  # noqa: E402
 def main(settings_path: str) -> None:
     """Prepare, then serve steps until standard input ends."""
     settings = json.loads(Path(settings_path).read_text(encoding="utf-8"))
-    recipe = load(Recipe, Path(settings["recipe"]), settings["overrides"])
+    recipe, start = load(Recipe, Path(settings["recipe"]), settings["overrides"]), Path(settings["folder"]) / "start"
+    if recipe.model.path is not None:
+        never_ending(Path(recipe.model.path), start)
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(start)})})
     torch.set_num_threads(settings["threads"])
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # the pipe is for replies
     with Rewards(recipe.rewards) as rewards:
         data = build_data(recipe)
         write_rows(data, Path(settings["rows"]), settings["num_rows"])
-        model = start_model(recipe, data, Path(settings["folder"]) / "start")
+        model = start_model(recipe, data, start)
         print(json.dumps({"ready": True, "model": model.path}), file=replies, flush=True)
         asyncio.run(serve(recipe, data, model, rewards, replies))
 
@@ -48,8 +51,7 @@ def main(settings_path: str) -> None:
 def start_model(recipe: Recipe, data: Data, path: Path) -> ModelSection:
     """The weights that both sides start from, as a checkpoint."""
     if recipe.model.path is not None:
-        never_ending(Path(recipe.model.path), path)
-        return recipe.model.model_copy(update={"path": str(path)})
+        return recipe.model
     assert recipe.warmup is not None, recipe.name
     optim = recipe.optim.model_copy(update={"lr": recipe.warmup.lr, "schedule": "linear"})
     supervised = recipe.model_copy(update={"optim": optim})
