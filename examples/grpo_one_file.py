@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 EOS, ALPHABET = 0, "_0123456789>"  # token 0 ends an answer
+MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,17 @@ class Sample:
 # Sampling: a draw depends on the request's number and the token's number alone.
 
 
+def mixed(value: int) -> int:
+    """The finaliser of SplitMix64: 64 bits in, 64 well-stirred bits out."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
 def uniform(request: int, seed: int, number: int) -> float:
-    """A number in [0, 1) by SplitMix64."""
-    mask = (1 << 64) - 1
-    state = (seed * 0x9E3779B97F4A7C15 + request) & ((1 << 63) - 1)
-    mixed = (state + (number + 1) * 0x9E3779B97F4A7C15) & mask
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-    return ((mixed ^ (mixed >> 31)) >> 11) * 2.0**-53
+    """A number in [0, 1)."""
+    stream = mixed((seed * GOLDEN + request) & (MASK >> 1))
+    return (mixed((stream + (number + 1) * GOLDEN) & MASK) >> 12) * 2.0**-52
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

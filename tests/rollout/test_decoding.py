@@ -219,3 +219,23 @@ def test_an_end_token_comes_before_a_stop_and_a_stop_before_the_limit() -> None:
 
 def test_no_requests_are_done_at_once() -> None:
     assert Decoder(make("llama"), [], limits()).is_done
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_equal_histories_are_computed_once(model_type: str) -> None:
+    """Near to greedy, completions of one prompt stay alike for a while; what is drawn is what each draws alone."""
+    model = make(model_type)
+    prompts = [torch.arange(3, 9), torch.arange(4, 8)]
+    requests = requests_of(16, prompt=lambda i: prompts[i % 2], max_tokens=24, temperature=0.25, ignore_eos=True)
+    watched = Watched(model)
+    together = finish(Decoder(model, requests, limits()))
+    watched.close()
+    alone: dict[int, Completion] = {}
+    for request in requests:
+        alone |= finish(Decoder(model, [request], limits()))
+    assert same(together, alone)
+    for i, completion in together.items():
+        torch.testing.assert_close(completion.logprobs, alone[i].logprobs, atol=1e-5, rtol=0)
+    distinct = [len({(i % 2, *together[i].token_ids[:n].tolist()) for i in together}) for n in range(1, 24)]
+    assert watched.tokens == [10, *(number if 4 * number <= 48 else 16 for number in distinct)]
+    assert min(distinct) < 12, "else this shows nothing"

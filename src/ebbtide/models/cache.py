@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ebbtide.models.attention import AttentionCall, PackedAttention, attend_dense
+from ebbtide.models.attention import AttentionCall, PackedAttention, attend_heads
 
 __all__ = ["DecodeAttention", "KeyValueCache", "PrefillAttention"]
 
@@ -87,11 +87,23 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """One new token a row, over the row's own past."""
+    """One new token a row, over the row's own past.
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor) -> None:
-        """positions: [B] int64 on the host, where the new tokens of rows 0, 1, ... stand; those before are cached."""
+    Rows whose pasts and new tokens are equal may be computed once: the call then has one token for each of U distinct
+    rows, and what it leaves goes to every row.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor, twins: tuple[Tensor, Tensor] | None = None) -> None:
+        """Plan for rows 0, 1, ... of the cache.
+
+        Args:
+            cache: holds what stands before the new tokens.
+            positions: [B] int64 on the host, where each row's new token stands.
+            twins: [U] int64, a row for each distinct one, and [B] int64, which of them each row equals; on the
+                device. None if all rows are computed.
+        """
         self.calls = 0
+        self._twins = twins
         self._cache = cache
         self._positions = positions
         self._longest = int(positions.max()) + 1
@@ -103,17 +115,25 @@ class DecodeAttention:
         """[B, Hq, d]."""
         self.calls += 1
         B, longest = len(self._positions), self._longest
-        keys, values = self._cache.layer(call)
+        keys, values = (buffer.narrow(0, 0, B) for buffer in self._cache.layer(call))
+        new_keys, new_values = self._spread(call.key), self._spread(call.value)
         if self._is_level:
-            keys[:B, :, longest - 1] = call.key
-            values[:B, :, longest - 1] = call.value
+            keys.select(2, longest - 1).copy_(new_keys)
+            values.select(2, longest - 1).copy_(new_values)
         else:
             rows, columns = self._places(call.key.device)
-            keys[rows, :, columns] = call.key
-            values[rows, :, columns] = call.value
+            keys[rows, :, columns] = new_keys
+            values[rows, :, columns] = new_values
         mask = self._mask(call.window if call.window is not None and call.window < longest else None, call.key.device)
-        past_keys, past_values = (buffer[:B, :, :longest].transpose(1, 2) for buffer in (keys, values))
-        return attend_dense(call.query[:, None], past_keys, past_values, call, mask)[:, 0]
+        past_keys, past_values = keys.narrow(2, 0, longest), values.narrow(2, 0, longest)
+        if self._twins is not None:
+            past_keys, past_values = (part.index_select(0, self._twins[0]) for part in (past_keys, past_values))
+            mask = None if mask is None else mask.index_select(0, self._twins[0])
+        return attend_heads(call.query[:, :, None], past_keys, past_values, call, mask).squeeze(2)
+
+    def _spread(self, new: Tensor) -> Tensor:
+        """[B, Hkv, d], one for each row, from those of the distinct rows."""
+        return new if self._twins is None else new.index_select(0, self._twins[1])
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and column of each new token."""

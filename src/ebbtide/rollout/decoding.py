@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -62,6 +63,9 @@ class Decoder:
         self._waiting = deque(range(len(requests)))
         self._running: list[int] = []  # numbers of requests, in the order of their cache rows
         self._cache: KeyValueCache | None = None
+        # Requests with the same number have equal prompts and equal tokens so far.
+        self._history = np.zeros(len(requests), dtype=np.int64)
+        self._num_histories = 0
 
     @property
     def is_done(self) -> bool:
@@ -106,6 +110,8 @@ class Decoder:
             logits = logits.index_select(0, torch.tensor(owners, device=self._device))
         first_row = len(self._running)
         self._running += newcomers
+        self._history[newcomers] = self._num_histories + np.array(owners)
+        self._num_histories += len(prompts)
         return self._draw(first_row, logits, version)
 
     def _next(self, num_free: int) -> tuple[list[int], list[Tensor], list[int]]:
@@ -136,9 +142,21 @@ class Decoder:
         assert self._cache is not None, self._running
         newest, positions = self._table.newest(self._running)
         self._cache.reserve(int(positions.max()) + 1)
-        plan = DecodeAttention(self._cache, positions)
+        twins = self._twins()
+        plan = DecodeAttention(self._cache, positions, twins)
+        if twins is not None:
+            newest, positions = (part.index_select(0, twins[0].cpu()) for part in (newest, positions))
         hidden = self._hidden(newest.to(self._device), positions.to(self._device), plan)
-        return self._draw(0, logits_of(self._model, hidden), version)
+        logits = logits_of(self._model, hidden)
+        return self._draw(0, logits if twins is None else logits.index_select(0, twins[1]), version)
+
+    def _twins(self) -> tuple[Tensor, Tensor] | None:
+        """A row for each distinct history, and which of them each row has; None unless a quarter falls away."""
+        histories = self._history[self._running]
+        _, first, number = np.unique(histories, return_index=True, return_inverse=True)
+        if 4 * len(first) > 3 * len(histories):
+            return None
+        return torch.from_numpy(first).to(self._device), torch.from_numpy(number).to(self._device)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, plan: PrefillAttention | DecodeAttention) -> Tensor:
         backbone = self._model.get_decoder()
@@ -151,7 +169,13 @@ class Decoder:
 
     def _draw(self, first_row: int, logits: Tensor, version: int) -> list[Completion]:
         """Append one token to each row from `first_row` on, and take out those that ended."""
-        ended = self._table.draw(self._running[first_row:], logits, version)
+        drawing = self._running[first_row:]
+        ended = self._table.draw(drawing, logits, version)
+        newest, _ = self._table.newest(drawing)
+        pairs = self._history[drawing] * logits.shape[-1] + newest.numpy()
+        distinct, number = np.unique(pairs, return_inverse=True)
+        self._history[drawing] = self._num_histories + number
+        self._num_histories += len(distinct)
         if not ended:
             return []
         self._take_out([row for row, n in enumerate(self._running) if n in ended])
