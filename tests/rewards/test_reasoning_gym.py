@@ -76,3 +76,18 @@ def test_an_answer_function_must_return_text(tmp_path: Any) -> None:
     path.write_text("def answer(completion, item):\n    return 3\n")
     with pytest.raises(RewardError, match=r"answer .*wrong.py:answer=3: must return text"):
         _reward(answer=f"{path}:answer")([_input("x", _source("chain_sum")[0])])
+
+
+def test_equal_answers_of_a_row_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = ReasoningGymReward(ReasoningGymReward.Config())
+    asked: list[str] = []
+
+    def scored(completion: RewardInput) -> float:
+        asked.append(completion.text)
+        return float(completion.text)
+
+    monkeypatch.setattr(reward, "_score", scored)
+    rows: list[dict[str, object]] = [{"prompt": "a"}, {"prompt": "b"}]
+    inputs = [RewardInput("", text, rows[r], 1, StopReason.EOS) for text, r in (("1", 0), ("2", 0), ("1", 0), ("1", 1))]
+    assert reward(inputs) == [1.0, 2.0, 1.0, 1.0]
+    assert asked == ["1", "2", "1"]

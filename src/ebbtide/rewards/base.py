@@ -5,7 +5,7 @@ in the main process as `Reward(config)`, so that mistakes show at the start, and
 lives as long as the run: what a reward keeps between calls stays there, and nothing it does can hang the run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,7 @@ from pydantic import Field
 from ebbtide.config import Component
 from ebbtide.types import StopReason
 
-__all__ = ["Reward", "RewardConfig", "RewardInput"]
+__all__ = ["Reward", "RewardConfig", "RewardInput", "each_answer_once"]
 
 
 class RewardConfig(Component):
@@ -60,3 +60,18 @@ class Reward(Protocol):
     def __call__(self, completions: Sequence[RewardInput]) -> Sequence[float]:
         """One finite score a completion, in order."""
         ...
+
+
+def each_answer_once(completions: Sequence[RewardInput], judge: Callable[[RewardInput], float]) -> list[float]:
+    """`judge` of each, called once for equal texts of one row: the completions of a group are often alike.
+
+    For rewards that look at text and row alone.
+    """
+    known: dict[tuple[int, str], float] = {}
+    scores = []
+    for completion in completions:
+        key = (id(completion.row), completion.text)  # all rows are alive through this call
+        if key not in known:
+            known[key] = judge(completion)
+        scores.append(known[key])
+    return scores

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from ebbtide.errors import DataError, problem
-from ebbtide.rewards.base import RewardConfig, RewardInput
+from ebbtide.rewards.base import RewardConfig, RewardInput, each_answer_once
 from ebbtide.rewards.extraction import ExtractionSection, extractor
 
 __all__ = ["MathReward"]
@@ -56,7 +56,7 @@ class MathReward:
         Raises:
             DataError: a row has no answer, or one in which math-verify finds nothing.
         """
-        return [self._score(completion) for completion in completions]
+        return each_answer_once(completions, self._score)
 
     def _score(self, completion: RewardInput) -> float:
         answer = completion.row.get("answer")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbtide import plugins
 from ebbtide.errors import ConfigError, DataError, RewardError, problem
-from ebbtide.rewards.base import RewardConfig, RewardInput
+from ebbtide.rewards.base import RewardConfig, RewardInput, each_answer_once
 from ebbtide.rewards.extraction import ExtractionSection, extractor
 
 __all__ = ["ReasoningGymReward"]
@@ -49,7 +49,7 @@ class ReasoningGymReward:
 
     def __call__(self, completions: Sequence[RewardInput]) -> list[float]:
         """One score a completion."""
-        return [self._score(completion) for completion in completions]
+        return each_answer_once(completions, self._score)
 
     def _score(self, completion: RewardInput) -> float:
         row = completion.row
