@@ -40,8 +40,8 @@ def main(settings_path: str) -> None:
     torch.set_num_threads(settings["threads"])
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     sys.stdout = sys.stderr  # the pipe is for replies
+    data = build_data(recipe)
     with Rewards(recipe.rewards) as rewards:
-        data = build_data(recipe)
         write_rows(data, Path(settings["rows"]), settings["num_rows"])
         model = start_model(recipe, data, start)
         print(json.dumps({"ready": True, "model": model.path}), file=replies, flush=True)

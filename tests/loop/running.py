@@ -42,7 +42,6 @@ def with_parts(chosen: Recipe, work: Callable[[Parts], Coroutine[Any, Any, T]]) 
     """Build the recipe's parts, push version 0, run `work`, close."""
 
     async def whole(rewards: Rewards) -> T:
-        data: Data = build_data(chosen)
         parts = build(chosen, data, chosen.model, rewards, Ledger(data.device))
         try:
             await push(parts.engine.named_weights(), parts.transport, parts.rollout, 0)
@@ -50,6 +49,7 @@ def with_parts(chosen: Recipe, work: Callable[[Parts], Coroutine[Any, Any, T]]) 
         finally:
             await parts.close()
 
+    data: Data = build_data(chosen)
     with Rewards(chosen.rewards) as rewards:
         return asyncio.run(whole(rewards))
 

@@ -16,8 +16,8 @@ async def examine(recipe: Recipe) -> Evaluation:
     Raises:
         EbbtideError: of the kind that says what is wrong.
     """
+    data = build_data(recipe)
     with Rewards(recipe.rewards) as rewards:
-        data = build_data(recipe)
         rollout, transport = build_rollout(recipe, data), InProcessTransport()
         engine = build_engine(recipe, data.device, recipe.model, recipe.steps)
         try:

@@ -61,10 +61,10 @@ def train(recipe: Recipe, path: Path, *, existing: Literal["refuse", "overwrite"
     """
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
+    data = build_data(recipe)  # first: what is wrong with it costs no earlier run, and rewards share what it imports
     with Rewards(recipe.rewards) as rewards, RunFolder.create(path, recipe, existing=existing) as folder:
         saved = _newest_checkpoint(folder) if existing == "resume" else None
         keep_through_step = -1 if saved is None else saved.step  # a run begun anew writes its steps anew
-        data = build_data(recipe)
         with (
             Watch(recipe, folder, data.decode_one, keep_through_step=keep_through_step) as watch,
             _immediate_interrupts(),
