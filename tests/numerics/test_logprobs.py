@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ebbtide.errors import DataError
 from ebbtide.numerics import chunked
 from ebbtide.numerics import logprobs as module
+from ebbtide.numerics import tiles as tile_sizes
 from ebbtide.numerics.chunked import Request, head_stats
 from ebbtide.numerics.logprobs import Head, TokenStats, eager_token_stats, token_stats
 from ebbtide.numerics.tiles import LogitRule
@@ -21,14 +22,17 @@ N, D, V, K = 37, 16, 700, 5
 
 @pytest.fixture(params=["tiles", "plain"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to compute: by tiles, whatever the size, and by torch's operators."""
+    """Both ways to compute: by several tiles, whatever the size, and by torch's operators."""
     monkeypatch.setattr(module, "_SMALL", 0 if request.param == "tiles" else 1 << 30)
+    monkeypatch.setattr(tile_sizes, "_CPU_TILE", 1)
     return str(request.param)
 
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tiles of 256 entries, the fewest, so that the vocabulary takes three."""
     monkeypatch.setattr(module, "_SMALL", 0)
+    monkeypatch.setattr(tile_sizes, "_CPU_TILE", 1)
 
 
 @dataclass
@@ -356,6 +360,22 @@ def test_chunks_change_nothing_that_matters(tiles: None) -> None:
     ]
     for stats in results[1:]:
         assert_same(stats, results[0])
+
+
+def test_the_sum_follows_a_maximum_that_rises(tiles: None) -> None:
+    """Each tile's largest logit is 5 above the last one's, so what was summed before must shrink each time."""
+    weight = torch.arange(V, dtype=torch.float32)[:, None] / 256 * 5
+    ones = torch.ones(1, 1)
+    stats = token_stats(ones, Head(weight), torch.tensor([0]))
+    falling = token_stats(ones, Head(weight.flip(0)), torch.tensor([V - 1]))
+    expected = weight[0] - weight.double().logsumexp(0)
+    torch.testing.assert_close(stats.logprobs.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(falling.logprobs, stats.logprobs, rtol=1e-6, atol=0)
+
+
+def test_the_vocabulary_takes_several_tiles(tiles: None) -> None:
+    tiling = tile_sizes.Tiling.of(N, V, torch.device("cpu"))
+    assert [(piece.start, piece.stop) for piece in tiling.vocab_slices()] == [(0, 256), (256, 512), (512, 700)]
 
 
 def test_tokens_do_not_see_each_other(path: str) -> None:
