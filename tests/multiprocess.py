@@ -1,6 +1,7 @@
 """Ranks for tests: processes forked from this one, which has imported everything, so a group of two starts in 0.2 s."""
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -74,6 +75,8 @@ def _run_rank(
     timeout_s: float,
     writer: Connection,
 ) -> None:
+    # What is garbage in the parent must not be finalised here: a process group waits for its threads, and they stayed.
+    gc.freeze()
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
