@@ -15,9 +15,14 @@ def prompt(item: Mapping[str, Any]) -> str:
     return _digits(item) + ("<" if item["metadata"]["direction"] == "ascending" else ">")
 
 
-def answer(completion: str, item: Mapping[str, Any]) -> str:  # noqa: ARG001 every answer function gets the item
-    """The completion as the list of strings that the task's scorer reads."""
-    return str(list(completion.strip()))
+def answer(completion: str, item: Mapping[str, Any]) -> str:
+    """The completion as the list of strings that the task's scorer reads.
+
+    The scorer forgives a difference of 1 in each number, for the sake of decimals; of single digits only those of the
+    item itself are an answer.
+    """
+    digits = completion.strip()
+    return str(list(digits)) if sorted(digits) == sorted(_digits(item)) else ""
 
 
 def demonstrate(item: Mapping[str, Any], rng: random.Random) -> str:
