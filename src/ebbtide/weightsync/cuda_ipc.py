@@ -5,7 +5,7 @@ count is above zero does not get the memory back: the block goes to a limbo from
 the count has fallen, takes it. So the sender frees after every receiver has closed, and the limbo stays empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -147,7 +147,7 @@ class CudaBuffer:
         assert self._bytes is not None
         return _to_host(self._bytes, half * self._bucket_bytes, num_bytes)
 
-    def deliver(self, half: int, num_bytes: int) -> None:
+    def deliver(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Nothing: the memory is shared."""
 
     def poison(self, half: int) -> None:
@@ -183,7 +183,7 @@ class CudaMapping:
         self._bytes: Tensor | None = base
         self._views = StorageViews(base)
 
-    def collect(self, half: int, num_bytes: int) -> None:
+    def collect(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Nothing: the memory is shared."""
 
     def payload(self, half: int, num_bytes: int) -> memoryview:

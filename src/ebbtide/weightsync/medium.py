@@ -1,6 +1,6 @@
 """What a medium does for a push: hold two half-buffers that both sides can reach. One file implements each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,8 +39,8 @@ class SendBuffer(Protocol):
         """The first bytes of a half in host memory, for a digest."""
         ...
 
-    def deliver(self, half: int, num_bytes: int) -> None:
-        """After a bucket was announced: move its bytes where the medium is not shared memory."""
+    def deliver(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
+        """After a bucket was announced: move its bytes where the medium is not shared memory; stop where `is_over`."""
         ...
 
     def poison(self, half: int) -> None:
@@ -55,8 +55,8 @@ class SendBuffer(Protocol):
 class Mapping(Protocol):
     """A receiver's end."""
 
-    def collect(self, half: int, num_bytes: int) -> None:
-        """After a bucket was announced: take its bytes where the medium is not shared memory."""
+    def collect(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
+        """After a bucket was announced: take its bytes where the medium is not shared memory; stop where `is_over`."""
         ...
 
     def payload(self, half: int, num_bytes: int) -> memoryview:

@@ -7,7 +7,7 @@ from under a reader.
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class MemfdBuffer:
         start = half * self._bucket_bytes
         return self._bytes[start : start + num_bytes].data
 
-    def deliver(self, half: int, num_bytes: int) -> None:
+    def deliver(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Nothing: the memory is shared."""
 
     def poison(self, half: int) -> None:
@@ -114,7 +114,7 @@ class MemfdMapping:
         self._map = mmap.mmap(fd, handle.num_bytes)
         self._views = HostViews(self._map)
 
-    def collect(self, half: int, num_bytes: int) -> None:
+    def collect(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Nothing: the memory is shared."""
 
     def payload(self, half: int, num_bytes: int) -> memoryview:

@@ -5,7 +5,7 @@ collective can be trusted. Every collective has a deadline: a dead or stopped ra
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -26,7 +26,7 @@ BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """Each with the kind of device that its buffers live on."""
 
 _POISON = 0xFF
-_POLL_S = 0.0005
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00002, 0.002
 
 
 class _Group(Protocol):
@@ -101,11 +101,11 @@ class GroupBuffer:
         start = half * self._bucket_bytes
         return self._bytes[start : start + num_bytes].cpu().numpy().data
 
-    def deliver(self, half: int, num_bytes: int) -> None:
+    def deliver(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Broadcast the bucket's bytes."""
         assert self._group is not None
         start = half * self._bucket_bytes
-        _broadcast(self._group, self._bytes[start : start + num_bytes], self._store.deadline_s)
+        _broadcast(self._group, self._bytes[start : start + num_bytes], self._store.deadline_s, is_over)
 
     def poison(self, half: int) -> None:
         """All bits set; receivers have copies of their own, so this shows the sender's own mistakes only."""
@@ -142,11 +142,11 @@ class GroupMapping:
             store, handle.generation, rank + 1, handle.world_size, handle.backend, deadline_s
         )
 
-    def collect(self, half: int, num_bytes: int) -> None:
+    def collect(self, half: int, num_bytes: int, is_over: Callable[[], bool]) -> None:
         """Take part in the broadcast."""
         assert self._group is not None
         start = half * self._bucket_bytes
-        _broadcast(self._group, self._bytes[start : start + num_bytes], self._deadline_s)
+        _broadcast(self._group, self._bytes[start : start + num_bytes], self._deadline_s, is_over)
 
     def payload(self, half: int, num_bytes: int) -> memoryview:
         """[num_bytes], copied to the host where it is not there."""
@@ -186,30 +186,29 @@ def _join(store: dist.Store, generation: int, rank: int, world_size: int, backen
     return cast(_Group, dist.ProcessGroupNCCL(prefix, rank, world_size, options))
 
 
-def _broadcast(group: "_Group", tensor: Tensor, deadline_s: float) -> None:
-    """From rank 0, within the deadline.
+def _broadcast(group: "_Group", tensor: Tensor, deadline_s: float, is_over: Callable[[], bool]) -> None:
+    """From rank 0, within the deadline, and no longer than the push lasts.
+
+    Polled: a collective's own wait hears nothing of the frames that say why no bytes will come, and NCCL's returns
+    when the work is queued and leaves the rest to a watchdog that would end the process.
 
     Raises:
         WeightSyncError: some rank is gone, or was silent beyond the deadline.
     """
     if not tensor.numel():
         return
+    limit, pause_s = time.monotonic() + deadline_s, _SHORTEST_PAUSE_S
     try:
         work = group.broadcast(tensor, 0)
-        if tensor.device.type == "cpu":
-            work.wait(timedelta(seconds=deadline_s))
-            return
-        limit = time.monotonic() + deadline_s
-        while (
-            not work.is_completed()
-        ):  # NCCL's own wait returns when the work is queued, and its watchdog ends processes
-            if time.monotonic() > limit:
+        while not work.is_completed():
+            if is_over() or time.monotonic() > limit:
                 group.abort()
                 raise WeightSyncError(problem("broadcast", tensor.nbytes, f"did not end within {deadline_s:g} s"))
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         work.wait()
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):
             raise
-        rule = f"failed on some rank: {str(error).splitlines()[0]}"
-        raise WeightSyncError(problem("broadcast", tensor.nbytes, rule)) from error
+        first = str(error).splitlines()[0].encode("ascii", "replace").decode()
+        raise WeightSyncError(problem("broadcast", tensor.nbytes, f"failed on some rank: {first}")) from error

@@ -45,12 +45,13 @@ from ebbtide.weightsync.machine.receiver import ReceiverAction, ReceiverEvent, R
 from ebbtide.weightsync.machine.sender import NUM_HALVES
 from ebbtide.weightsync.media import open_mapping
 from ebbtide.weightsync.medium import Mapping
-from ebbtide.weightsync.messages import Adapter, Bucket, MalformedFrameError, Plan
+from ebbtide.weightsync.messages import Adapter, Bucket, Failed, MalformedFrameError, Plan
 from ebbtide.weightsync.worker import Wake, Worker, describe
 
 __all__ = ["LoadAdapter", "SocketReceiver"]
 
 _LOG = logging.getLogger("ebbtide.weightsync")
+_WORDS_S = 0.5
 
 LoadAdapter = Callable[[Adapter, Sequence[NamedTensor]], None]
 """Takes a whole LoRA adapter in one call; the tensors are the consumer's own."""
@@ -256,25 +257,28 @@ class SocketReceiver:
         """Check, load, synchronise, see that nothing is kept: each with its own name where it fails."""
         steps: tuple[tuple[str, Callable[[], None]], ...] = (
             ("protocol", partial(self._check, bucket)),
+            ("transfer", partial(self._collect, bucket)),
             ("load", partial(self._load_entries, bucket)),
             ("synchronize", self._synchronize),
             ("release", self._see_that_nothing_is_kept),
         )
         for kind, step in steps:
             if failed := self._attempt(kind, step):
-                return failed
+                return self._words_of_the_sender() or failed if kind == "transfer" else failed
         return [Dropped(bucket.index)]
 
     def _check(self, bucket: Bucket) -> None:
-        push, mapping, plan = self._push, self._mapping, self._state.plan
+        push, plan = self._push, self._state.plan
         assert push is not None
-        assert mapping is not None
         assert plan is not None
         if push.assembler is None:
             push.assembler = Assembler(self._consumer(push, plan), plan.bucket_bytes)
         push.assembler.check(bucket)
-        half = bucket.index % NUM_HALVES
-        mapping.collect(half, bucket.num_bytes)
+
+    def _collect(self, bucket: Bucket) -> None:
+        mapping, half = self._mapping, bucket.index % NUM_HALVES
+        assert mapping is not None
+        mapping.collect(half, bucket.num_bytes, self._is_over)
         if bucket.digest is not None:
             found = bucket_digest(mapping.payload(half, bucket.num_bytes), bucket.entries)
             if found != bucket.digest:
@@ -345,6 +349,22 @@ class SocketReceiver:
                 return Expired()
         return self._inbox.popleft()
 
+    def _is_over(self) -> bool:
+        """Whether the sender has said, or its end says, that the push is over; frames read on the way are kept."""
+        self._read()
+        return self._wake_is_set() or any(_is_end(event) for event in self._inbox)
+
+    def _wake_is_set(self) -> bool:
+        return bool(select.select([self._wake], [], [], 0)[0])
+
+    def _words_of_the_sender(self) -> list[ReceiverEvent]:
+        """A transfer that broke says little; the sender may know which rank it was, and says so in a moment."""
+        limit = time.monotonic() + _WORDS_S
+        while not self._is_over() and time.monotonic() < limit:
+            time.sleep(0.005)
+        ends = [event for event in self._inbox if _is_end(event)]
+        return ends[:1]
+
     def _read(self) -> None:
         assert self._link is not None
         for item in self._link.receive():
@@ -354,6 +374,10 @@ class SocketReceiver:
                 self._inbox.append(Malformed(0, str(item)))
             else:
                 self._inbox.append(Arrived(0, item))
+
+
+def _is_end(event: ReceiverEvent) -> bool:
+    return not isinstance(event, Arrived) or isinstance(event.frame, Failed)
 
 
 def _empty_frames(error: BaseException | None) -> None:

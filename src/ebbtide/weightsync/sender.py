@@ -45,7 +45,7 @@ from ebbtide.weightsync.machine.events import (
 )
 from ebbtide.weightsync.machine.sender import NUM_HALVES, LinkPhase, SenderAction, SenderEvent, SenderState, sender_step
 from ebbtide.weightsync.medium import SendBuffer
-from ebbtide.weightsync.messages import Adapter, Bucket, Frame, MalformedFrameError, Plan
+from ebbtide.weightsync.messages import Adapter, Bucket, Failed, Frame, MalformedFrameError, Plan
 from ebbtide.weightsync.worker import Wake, Worker, describe
 
 __all__ = ["HOST_BUCKET_BYTES", "SenderOptions", "SocketSender"]
@@ -55,6 +55,7 @@ HOST_BUCKET_BYTES = 4 << 20
 
 _LOG = logging.getLogger("ebbtide.weightsync")
 _MAX_READ = 64  # frames of one peer in a row
+_WORDS_S = 0.2  # how long a broken transfer waits for a receiver to say why
 _FAREWELL_S = 1.0  # how long `close` waits for receivers that still have a buffer mapped
 
 
@@ -141,6 +142,7 @@ class SocketSender:
         self._poll.register(self._wake, select.POLLIN)
         self._worker = Worker("ebbtide-send")
         self._push: _Push | None = None
+        self._inbox: deque[SenderEvent] = deque()
         self._expires = 0.0
         self._is_closed = False
 
@@ -179,14 +181,15 @@ class SocketSender:
         try:
             self._tell(Start(version))
             while not push.is_over:
-                for event in self._wait():
-                    self._tell(event)
+                self._tell(self._next_event())
             return self._report(push)
         except BaseException:
             if not push.is_over:  # an interrupt in this thread: receivers must not wait for what will not come
                 self._tell(Broke("cancelled", "the sender was interrupted"))
             raise
         finally:
+            while self._inbox:  # what is left concerns no push, but may concern a link
+                self._tell(self._inbox.popleft())
             if push.filler is not None:
                 push.filler.close()
             if push.failure is not None and self._changes is not None:
@@ -261,9 +264,14 @@ class SocketSender:
         while events:
             before = self._state.progress
             self._state, actions = sender_step(self._state, events.popleft())
-            for action in actions:
-                events.extend(self._do(action))
-            events.extend(self._move(actions))
+            sends = [action for action in actions if isinstance(action, Send)]
+            for send in sends:
+                events.extend(self._do(send))
+            # Before the next bucket is filled: receivers wait for this one's bytes.
+            if self._move(sends):
+                for action in actions:
+                    if not isinstance(action, Send):
+                        events.extend(self._do(action))
             if self._state.progress != before:
                 self._expires = time.monotonic() + self._options.deadline_s
 
@@ -288,19 +296,32 @@ class SocketSender:
                 self._end(text)
         return []
 
-    def _move(self, actions: Sequence[SenderAction]) -> list[SenderEvent]:
-        """What the medium does once a plan or a bucket has been announced to everyone."""
-        frames = [action.frame for action in actions if isinstance(action, Send)]
+    def _move(self, sends: Sequence[Send]) -> bool:
+        """What the medium does once a plan or a bucket has been announced to everyone; False where it failed."""
         buffer = self._buffers.get(self._state.generation)
-        if buffer is None:
-            return []
-        if any(isinstance(action, Send) and action.hands_over for action in actions):
-            return self._attempt("map", buffer.meet)
-        if bucket := next((frame for frame in frames if isinstance(frame, Bucket)), None):
-            half = bucket.index % NUM_HALVES
-            failed = self._attempt("transfer", partial(buffer.deliver, half, bucket.num_bytes))
-            return [*self._wait(0.0), *failed] if failed else []  # a receiver's own words come first
-        return []
+        if buffer is None or not sends:
+            return True
+        failed: list[SenderEvent] = []
+        if any(send.hands_over for send in sends):
+            failed = self._attempt("map", buffer.meet)
+        elif bucket := next((send.frame for send in sends if isinstance(send.frame, Bucket)), None):
+            deliver = partial(buffer.deliver, bucket.index % NUM_HALVES, bucket.num_bytes, self._is_over)
+            failed = self._attempt("transfer", deliver)
+        if failed:
+            self._listen_for_the_cause()
+            self._inbox.extend(failed)
+        return not failed
+
+    def _is_over(self) -> bool:
+        """Whether something has come that ends the push; what came is kept for its turn."""
+        self._inbox.extend(self._wait(0.0))
+        return any(_is_end(event) for event in self._inbox)
+
+    def _listen_for_the_cause(self) -> None:
+        """A transfer that broke says little; the receiver that broke it may say more, in a moment."""
+        limit = time.monotonic() + _WORDS_S
+        while not self._is_over() and time.monotonic() < limit:
+            time.sleep(0.005)
 
     def _end(self, failure: str | None) -> None:
         assert self._push is not None
@@ -378,6 +399,11 @@ class SocketSender:
 
     # From the world to the machine.
 
+    def _next_event(self) -> SenderEvent:
+        while not self._inbox:
+            self._inbox.extend(self._wait())
+        return self._inbox.popleft()
+
     def _wait(self, at_most_s: float = math.inf) -> list[SenderEvent]:
         remaining = min(at_most_s, self._expires - time.monotonic())
         ready = self._poll.poll(max(0.0, remaining * 1000))
@@ -416,6 +442,12 @@ class SocketSender:
         if items and items[-1] is None and is_outside:  # what it said before it left is about a push that is past
             return [Died(number, link.is_peer_dead())]
         return [_event(number, item) for item in items]
+
+
+def _is_end(event: SenderEvent) -> bool:
+    return not isinstance(event, Arrived | Connected) or (
+        isinstance(event, Arrived) and isinstance(event.frame, Failed)
+    )
 
 
 def _event(number: int, item: Incoming) -> SenderEvent:
