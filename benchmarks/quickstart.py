@@ -6,54 +6,30 @@ recipe's own evaluation on held-out prompts, after the warm-up and after the las
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from _record import ROOT, Run
+from _record import Run
+from _runs import ends, train
 
 
 def main() -> int:
     run = Run("quickstart", __doc__, _flags)
     seeds = run.args.seeds[:1] if run.args.quick else run.args.seeds
-    before, after, after_greedy, seconds = [], [], [], []
+    found, seconds = [], []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             begin = time.monotonic()
-            rows = train(seed, Path(folder))
+            found.append(ends(train("quickstart", Path(folder) / str(seed), f"seed={seed}", "observe.progress=false")))
             seconds.append(time.monotonic() - begin)
-            evaluated = [row for row in rows if "eval/greedy_accuracy" in row]
-            start, end = evaluated[0], evaluated[-1]
-            before += [start["eval/accuracy"], start["eval/greedy_accuracy"]]
-            after.append(end["eval/accuracy"])
-            after_greedy.append(end["eval/greedy_accuracy"])
-            print(
-                f"seed {seed}: sampled {start['eval/accuracy']:.3f} -> {end['eval/accuracy']:.3f}, "
-                f"greedy {start['eval/greedy_accuracy']:.3f} -> {end['eval/greedy_accuracy']:.3f}, {seconds[-1]:.0f} s",
-                flush=True,
-            )
-    run.figure("accuracy_before_max", max(before), "<= 0.2")
-    run.figure("accuracy_after_min", min(after), ">= 0.9")
-    run.figure("accuracy_after", after)
-    run.figure("greedy_accuracy_after", after_greedy)
+            print(f"seed {seed}: {found[-1]}, {seconds[-1]:.0f} s", flush=True)
+    run.figure("accuracy_before_max", max(max(item.sampled_before, item.greedy_before) for item in found), "<= 0.2")
+    run.figure("accuracy_after_min", min(item.sampled_after for item in found), ">= 0.9")
+    run.figure("accuracy_after", [item.sampled_after for item in found])
+    run.figure("greedy_accuracy_after", [item.greedy_after for item in found])
     run.figure("total_s", seconds, "<= 240")
     return run.finish()
-
-
-def train(seed: int, folder: Path) -> list[dict[str, float]]:
-    """Run one seed; its metrics."""
-    name = f"quickstart-{seed}"
-    command = [sys.executable, "-m", "ebbtide.cli.main", "train", "recipes/quickstart.toml"]
-    command += [f"seed={seed}", f"name={name}", "observe.progress=false"]
-    env_command = ["env", f"EBBTIDE_RUNS={folder}", *command]
-    done = subprocess.run(env_command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"seed {seed} failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
