@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from ebbtide.weightsync.machine import (
+    Link,
+    LinkPhase,
     ReceiverPhase,
     ReceiverState,
     SenderPhase,
@@ -46,7 +48,8 @@ from ebbtide.weightsync.machine.events import (
     Unmapped,
 )
 from ebbtide.weightsync.machine.receiver import ReceiverEvent
-from ebbtide.weightsync.machine.sender import NUM_HALVES, SenderEvent
+from ebbtide.weightsync.machine.sender import SenderEvent
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES
 from ebbtide.weightsync.messages import Bucket, Failed, Frame, Hello, Loaded, MemfdHandle, Plan, Ready, Released
 
 RUN = "run"
@@ -523,6 +526,13 @@ def test_releasing_before_the_mapping_is_closed_is_what_the_order_forbids() -> N
     assert state.holds is None
     state, actions = receiver_step(state, Dropped(0))
     assert [action.frame for action in actions if isinstance(action, Send)] == [Loaded(0), Released(2, None)]
+
+
+def test_the_deadlines_error_names_who_is_awaited_though_another_has_left() -> None:
+    links = {0: Link(LinkPhase.RELEASED, 1, maps=0)}
+    state = SenderState(RUN, 2, False, phase=SenderPhase.CLOSING, version=1, links=links, has_buffer=True)
+    _, actions = sender_step(state, Expired())
+    assert Fail("receivers [1] did not close their mapping") in actions
 
 
 def test_a_strangers_failure_is_told_to_it_and_the_push_waits_on() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ebbtide.errors import WeightSyncError, problem
 from ebbtide.weightsync.buckets import flat_bytes
-from ebbtide.weightsync.machine.sender import NUM_HALVES
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES
 from ebbtide.weightsync.messages import CudaHandle, Entry
 from ebbtide.weightsync.views import StorageViews
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ebbtide.errors import WeightSyncError, problem
 from ebbtide.weightsync import accelerator
 from ebbtide.weightsync.buckets import flat_bytes
-from ebbtide.weightsync.machine.sender import NUM_HALVES
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES
 from ebbtide.weightsync.messages import Entry, MemfdHandle
 from ebbtide.weightsync.views import HostViews
 

@@ -42,7 +42,7 @@ from ebbtide.weightsync.machine.events import (
     Unmapped,
 )
 from ebbtide.weightsync.machine.receiver import ReceiverAction, ReceiverEvent, ReceiverState, receiver_step
-from ebbtide.weightsync.machine.sender import NUM_HALVES
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES
 from ebbtide.weightsync.media import open_mapping
 from ebbtide.weightsync.medium import Mapping
 from ebbtide.weightsync.messages import Adapter, Bucket, Failed, MalformedFrameError, Plan

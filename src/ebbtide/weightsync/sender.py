@@ -43,7 +43,8 @@ from ebbtide.weightsync.machine.events import (
     Send,
     Start,
 )
-from ebbtide.weightsync.machine.sender import NUM_HALVES, LinkPhase, SenderAction, SenderEvent, SenderState, sender_step
+from ebbtide.weightsync.machine.sender import SenderAction, SenderEvent, sender_step
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES, LinkPhase, SenderState
 from ebbtide.weightsync.medium import SendBuffer
 from ebbtide.weightsync.messages import Adapter, Bucket, Failed, Frame, MalformedFrameError, Plan
 from ebbtide.weightsync.worker import Wake, Worker, describe

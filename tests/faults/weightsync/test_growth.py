@@ -19,7 +19,7 @@ SHAPES = {"embed": (256, 1024), "a": (64, 64), "b": (300,), "c": (100, 100)}
 
 
 class Watch:
-    """What must stay flat, early and late; resident bytes are read apart from the list of all objects, which is large."""
+    """What must stay flat, early and late; resident bytes are read apart from the list of all objects."""
 
     def __init__(self) -> None:
         self.counts: list[tuple[int, int, int]] = []

@@ -6,9 +6,11 @@ interleaving, loss and death can be tried without a socket.
 """
 
 from ebbtide.weightsync.machine.receiver import ReceiverPhase, ReceiverState, receiver_step
-from ebbtide.weightsync.machine.sender import Link, LinkPhase, SenderPhase, SenderState, sender_step
+from ebbtide.weightsync.machine.sender import sender_step
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES, Link, LinkPhase, SenderPhase, SenderState
 
 __all__ = [
+    "NUM_HALVES",
     "Link",
     "LinkPhase",
     "ReceiverPhase",

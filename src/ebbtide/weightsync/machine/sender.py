@@ -1,8 +1,7 @@
 """The sender's machine: one push to all receivers; no half-buffer is reused or freed while anyone reads it."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from collections.abc import Callable
+from dataclasses import replace
 from hmac import compare_digest
 from typing import TypeAlias
 
@@ -27,6 +26,7 @@ from ebbtide.weightsync.machine.events import (
     Send,
     Start,
 )
+from ebbtide.weightsync.machine.sender_state import NUM_HALVES, Link, LinkPhase, SenderPhase, SenderState
 from ebbtide.weightsync.messages import (
     PROTOCOL,
     SENDER_RANK,
@@ -43,100 +43,10 @@ from ebbtide.weightsync.messages import (
     Released,
 )
 
-__all__ = [
-    "NUM_HALVES",
-    "Link",
-    "LinkPhase",
-    "SenderAction",
-    "SenderEvent",
-    "SenderPhase",
-    "SenderState",
-    "sender_step",
-]
-
-NUM_HALVES = 2
-"""Half-buffers: bucket i + 1 is filled while bucket i is loaded."""
+__all__ = ["SenderAction", "SenderEvent", "sender_step"]
 
 _MAX_REFUSALS = 4
-
-
-class LinkPhase(Enum):
-    """Where one receiver stands, as the sender sees it."""
-
-    NEW = auto()  # connected, not yet greeted
-    IDLE = auto()  # greeted, outside a push
-    READY = auto()  # waits for its plan
-    LOADING = auto()  # has its plan
-    RELEASED = auto()  # has let go of every view
-    LEAVING = auto()  # told of a failure or of the end; it may have a buffer mapped until its link is gone
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One receiver.
-
-    Attributes:
-        rank: which receiver; None before its greeting.
-        wanted: the version it waits for.
-        holds: the version of its weights; None where torn or unknown.
-        num_loaded: buckets of this push that it has acknowledged.
-        maps: the generation of the buffer that it may have mapped; None for none.
-    """
-
-    phase: LinkPhase = LinkPhase.NEW
-    rank: int | None = None
-    wanted: int = -1
-    holds: int | None = None
-    num_loaded: int = 0
-    maps: int | None = None
-
-
-class SenderPhase(Enum):
-    """Where the push stands."""
-
-    IDLE = auto()
-    GATHERING = auto()  # until every receiver waits
-    PLANNING = auto()  # the shell chooses what to push
-    PUSHING = auto()
-    CLOSING = auto()  # the version counts; the buffer is being given back
-
-
-@dataclass(frozen=True, slots=True)
-class SenderState:
-    """The sender.
-
-    Attributes:
-        run: names the run; a receiver of another is not let in.
-        num_receivers: ranks 0 to num_receivers - 1 take part in every push.
-        keeps_buffer: the buffer lives on between pushes.
-        token: proves that a receiver was told the address.
-        pid: of this process, for the greeting.
-        phase, version: the push under way.
-        links: the receivers, by the shell's number for their connection.
-        generation: of the current buffer; a failed push ends it.
-        has_buffer: the shell was asked for the current generation and not yet told to free it.
-        num_sent, is_filling, is_last_sent: how far the buckets are.
-        digest: over the buckets sent so far.
-        refusals: why some were not let in, for the error of a push that waited in vain.
-        progress: grows with all that brings the push nearer to its end; the deadline counts from its last change.
-    """
-
-    run: str
-    num_receivers: int
-    keeps_buffer: bool = True
-    token: str = ""
-    pid: int = 0
-    phase: SenderPhase = SenderPhase.IDLE
-    version: int = -1
-    links: Mapping[int, Link] = field(default_factory=dict)
-    generation: int = 0
-    has_buffer: bool = False
-    num_sent: int = 0
-    is_filling: bool = False
-    is_last_sent: bool = False
-    digest: int | None = None
-    refusals: tuple[str, ...] = ()
-    progress: int = 0
+_MAX_TEXT = 8000
 
 
 SenderEvent: TypeAlias = Start | Connected | Arrived | Malformed | Died | Expired | Broke | Planned | Filled | Quit
@@ -151,7 +61,7 @@ def sender_step(state: SenderState, event: SenderEvent) -> _Step:
             return _start(state, version)
         case Connected(link):
             hello = Hello(PROTOCOL, state.run, SENDER_RANK, state.pid)
-            return _with_link(state, link, Link()), [Send(link, hello)]
+            return state.with_link(link, Link()), [Send(link, hello)]
         case Arrived(link, frame):
             return _on_frame(state, link, frame)
         case Malformed(link, text):
@@ -163,15 +73,11 @@ def sender_step(state: SenderState, event: SenderEvent) -> _Step:
         case Filled(bucket):
             return _on_filled(state, bucket)
         case Broke(kind, text):
-            return _fail(state, kind, f"the sender failed in {kind}: {text}") if _is_busy(state) else (state, [])
+            return _fail(state, kind, f"the sender failed in {kind}: {text}") if state.is_busy else (state, [])
         case Expired():
-            return _fail(state, "deadline", _awaited(state)) if _is_busy(state) else (state, [])
+            return _fail(state, "deadline", state.awaited()) if state.is_busy else (state, [])
         case Quit():
             return _quit(state)
-
-
-def _is_busy(state: SenderState) -> bool:
-    return state.phase is not SenderPhase.IDLE
 
 
 def _start(state: SenderState, version: int) -> _Step:
@@ -205,10 +111,10 @@ def _on_frame(state: SenderState, number: int, frame: Frame) -> _Step:
     if link.phase is LinkPhase.NEW:
         return _on_greeting(state, number, frame)
     if isinstance(frame, Failed):
-        state = _with_link(state, number, replace(link, phase=LinkPhase.LEAVING))
-        missing = f"; {_awaited(state)}" if state.phase is SenderPhase.GATHERING else ""
+        state = state.with_link(number, replace(link, phase=LinkPhase.LEAVING))
+        missing = f"; {state.awaited()}" if state.phase is SenderPhase.GATHERING else ""
         text = f"receiver {link.rank} failed in {frame.kind}: {frame.text}{missing}"
-        return _fail(state, frame.kind, text, number) if _is_busy(state) else _leave(state, [number])
+        return _fail(state, frame.kind, text, number) if state.is_busy else _leave(state, [number])
     handler = _HANDLERS.get((link.phase, type(frame)))
     if handler is None:
         return _unexpected(state, number, f"sent {type(frame).__name__} while {link.phase.name.lower()}")
@@ -231,12 +137,12 @@ def _on_greeting(state: SenderState, number: int, frame: Frame) -> _Step:
         if link.phase in (LinkPhase.LOADING, LinkPhase.RELEASED):
             return _refuse(state, number, "rank", f"rank {frame.rank} is in the middle of a push already")
         state, actions = _leave(state, [other], Failed("rank", f"another receiver of rank {frame.rank} has come"))
-    return _with_link(state, number, Link(LinkPhase.IDLE, frame.rank)), actions
+    return state.with_link(number, Link(LinkPhase.IDLE, frame.rank)), actions
 
 
 def _on_ready(state: SenderState, number: int, link: Link, frame: Ready) -> _Step:
     link = replace(link, phase=LinkPhase.READY, wanted=frame.version, holds=frame.holds)
-    state = _with_link(state, number, link)
+    state = state.with_link(number, link)
     if state.phase is not SenderPhase.GATHERING:
         return state, []  # early for the next push
     state = replace(state, progress=state.progress + 1)
@@ -248,10 +154,10 @@ def _on_ready(state: SenderState, number: int, link: Link, frame: Ready) -> _Ste
 def _on_loaded(state: SenderState, number: int, link: Link, frame: Loaded) -> _Step:
     if frame.index != link.num_loaded or frame.index >= state.num_sent:
         return _unexpected(state, number, f"acknowledged bucket {frame.index} out of turn")
-    before = _num_loaded_by_all(state)
-    state = _with_link(state, number, replace(link, num_loaded=link.num_loaded + 1))
+    before = state.num_loaded_by_all
+    state = state.with_link(number, replace(link, num_loaded=link.num_loaded + 1))
     state = replace(state, progress=state.progress + 1)
-    actions: list[SenderAction] = [Recycle(index) for index in range(before, _num_loaded_by_all(state))]
+    actions: list[SenderAction] = [Recycle(index) for index in range(before, state.num_loaded_by_all)]
     return _fill_if_free(state, actions)
 
 
@@ -261,16 +167,16 @@ def _on_released(state: SenderState, number: int, link: Link, frame: Released) -
     if frame.digest != state.digest:
         text = f"receiver {link.rank} has digest {frame.digest}, the sender {state.digest}"
         return _fail(state, "digest", text)
-    state = _with_link(state, number, replace(link, phase=LinkPhase.RELEASED))
+    state = state.with_link(number, replace(link, phase=LinkPhase.RELEASED))
     state = replace(state, progress=state.progress + 1)
-    members = _members(state, LinkPhase.RELEASED)
+    members = state.members(LinkPhase.RELEASED)
     if len(members) < state.num_receivers:
         return state, []
     actions: list[SenderAction] = [Send(member, Commit(state.version)) for member in members]
     if state.keeps_buffer:
         for member in members:
             held = replace(state.links[member], phase=LinkPhase.IDLE, holds=state.version)
-            state = _with_link(state, member, held)
+            state = state.with_link(member, held)
         return replace(state, phase=SenderPhase.IDLE), [*actions, Finish()]
     return replace(state, phase=SenderPhase.CLOSING), [*actions, *(Send(member, Close()) for member in members)]
 
@@ -279,8 +185,8 @@ def _on_closed(state: SenderState, number: int, link: Link, _frame: Closed) -> _
     if state.phase is not SenderPhase.CLOSING:
         return _unexpected(state, number, "sent Closed before Close")
     link = replace(link, phase=LinkPhase.IDLE, holds=state.version, maps=None)
-    state = replace(_with_link(state, number, link), progress=state.progress + 1)
-    if _members(state, LinkPhase.RELEASED):
+    state = replace(state.with_link(number, link), progress=state.progress + 1)
+    if state.members(LinkPhase.RELEASED):
         return state, []
     state, actions = _retire_buffer(state)
     return replace(state, phase=SenderPhase.IDLE), [*actions, Finish()]
@@ -302,10 +208,10 @@ def _on_planned(state: SenderState, plan: Plan) -> _Step:
         return state, []
     state = replace(state, phase=SenderPhase.PUSHING, progress=state.progress + 1)
     actions: list[SenderAction] = []
-    for number in _members(state, LinkPhase.READY):
+    for number in state.members(LinkPhase.READY):
         link = state.links[number]
         actions.append(Send(number, plan, hands_over=link.maps != state.generation))
-        state = _with_link(state, number, replace(link, phase=LinkPhase.LOADING, num_loaded=0, maps=state.generation))
+        state = state.with_link(number, replace(link, phase=LinkPhase.LOADING, num_loaded=0, maps=state.generation))
     return _fill_if_free(state, actions)
 
 
@@ -321,19 +227,19 @@ def _on_filled(state: SenderState, bucket: Bucket) -> _Step:
         digest=chain(state.digest, bucket.digest),
         progress=state.progress + 1,
     )
-    return _fill_if_free(state, [Send(number, bucket) for number in _members(state, LinkPhase.LOADING)])
+    return _fill_if_free(state, [Send(number, bucket) for number in state.members(LinkPhase.LOADING)])
 
 
 def _fill_if_free(state: SenderState, actions: list[SenderAction]) -> _Step:
     """Ask for the next bucket where its half-buffer is free: every receiver has loaded the one that was in it."""
-    is_free = state.num_sent - _num_loaded_by_all(state) < NUM_HALVES
+    is_free = state.num_sent - state.num_loaded_by_all < NUM_HALVES
     if state.is_last_sent or state.is_filling or not is_free:
         return state, actions
     return replace(state, is_filling=True), [*actions, Fill(state.num_sent)]
 
 
 def _plan_if_complete(state: SenderState) -> _Step:
-    ready = {state.links[number].rank: state.links[number] for number in _members(state, LinkPhase.READY)}
+    ready = {state.links[number].rank: state.links[number] for number in state.members(LinkPhase.READY)}
     if len(ready) < state.num_receivers:
         return state, []
     holds = tuple(ready[rank].holds for rank in range(state.num_receivers))
@@ -357,13 +263,13 @@ def _on_death(state: SenderState, number: int, is_dead: bool = False) -> _Step:
     link = state.links.get(number)
     if link is None:
         return state, []
-    state = _without_link(state, number)
+    state = state.without_link(number)
     actions: list[SenderAction] = [Drop(number), *_free_if_unmapped(state, link.maps)]
     in_push = link.phase in (LinkPhase.LOADING, LinkPhase.RELEASED)
     # One that only hung up before it was ready may come back, and so may one whose successor is connecting.
-    is_lost = is_dead and link.phase is LinkPhase.IDLE and not _members(state, LinkPhase.NEW)
-    is_missed = is_lost and state.phase is SenderPhase.GATHERING and not _has_rank(state, link.rank)
-    if in_push or is_missed or (link.phase is LinkPhase.READY and _is_busy(state)):
+    is_lost = is_dead and link.phase is LinkPhase.IDLE and not state.members(LinkPhase.NEW)
+    is_missed = is_lost and state.phase is SenderPhase.GATHERING and not state.has_rank(link.rank)
+    if in_push or is_missed or (link.phase is LinkPhase.READY and state.is_busy):
         text = f"receiver {link.rank} died, or closed its connection"
         state, more = _fail(state, "died", text)
         return state, [*actions, *more]
@@ -373,14 +279,14 @@ def _on_death(state: SenderState, number: int, is_dead: bool = False) -> _Step:
 def _unexpected(state: SenderState, number: int, text: str) -> _Step:
     """A greeted receiver broke the protocol; without a push under way it alone is sent off."""
     told = f"receiver {state.links[number].rank} {text}"
-    if _is_busy(state):
+    if state.is_busy:
         return _fail(state, "protocol", told)
     return _leave(state, [number], Failed("protocol", told))
 
 
 def _refuse(state: SenderState, number: int, kind: str, text: str) -> _Step:
     """Send a stranger off; the push goes on waiting for those whom it is for."""
-    state = replace(_without_link(state, number), refusals=(*state.refusals, text)[-_MAX_REFUSALS:])
+    state = replace(state.without_link(number), refusals=(*state.refusals, text)[-_MAX_REFUSALS:])
     return state, [Send(number, Failed(kind, text)), Drop(number)]
 
 
@@ -392,9 +298,6 @@ def _fail(state: SenderState, kind: str, text: str, origin: int | None = None) -
     state, retired = _retire_buffer(state)
     state = replace(state, phase=SenderPhase.IDLE, is_filling=False, progress=state.progress + 1)
     return state, [*actions, *retired, Fail(text)]
-
-
-_MAX_TEXT = 8000
 
 
 def _quit(state: SenderState) -> _Step:
@@ -412,9 +315,9 @@ def _leave(state: SenderState, numbers: list[int], farewell: Frame | None = None
             actions.append(Send(number, farewell))
         if state.links[number].maps is None:
             actions.append(Drop(number))
-            state = _without_link(state, number)
+            state = state.without_link(number)
         else:
-            state = _with_link(state, number, replace(state.links[number], phase=LinkPhase.LEAVING))
+            state = state.with_link(number, replace(state.links[number], phase=LinkPhase.LEAVING))
     return state, actions
 
 
@@ -434,46 +337,5 @@ def _free_if_unmapped(state: SenderState, generation: int | None) -> list[Sender
     return [Free(generation)]
 
 
-def _awaited(state: SenderState) -> str:
-    """Whom the push was waiting for when its deadline passed."""
-    by_rank = {link.rank: link for link in state.links.values() if link.phase is not LinkPhase.LEAVING}
-    ranks = range(state.num_receivers)
-    if state.phase is SenderPhase.GATHERING:
-        missing = [rank for rank in ranks if rank not in by_rank or by_rank[rank].phase is not LinkPhase.READY]
-        refused = f"; sent off: {'; '.join(state.refusals)}" if state.refusals else ""
-        return f"receivers {missing} of {state.num_receivers} have not come{refused}"
-    if state.phase is SenderPhase.CLOSING:
-        return f"receivers {[r for r in ranks if by_rank[r].phase is LinkPhase.RELEASED]} did not close their mapping"
-    late = [r for r in ranks if by_rank[r].phase is LinkPhase.LOADING and not _is_ahead(state, by_rank[r])]
-    return f"receivers {late} were silent for the whole deadline, {state.num_sent} buckets sent"
-
-
-def _is_ahead(state: SenderState, link: Link) -> bool:
-    return link.num_loaded == state.num_sent and not state.is_last_sent
-
-
 def _wants_another(state: SenderState, link: Link) -> str:
     return f"receiver {link.rank} waits for version {link.wanted}, not for {state.version}"
-
-
-def _has_rank(state: SenderState, rank: int | None) -> bool:
-    return any(link.rank == rank and link.phase is not LinkPhase.LEAVING for link in state.links.values())
-
-
-def _members(state: SenderState, phase: LinkPhase) -> list[int]:
-    return [number for number, link in state.links.items() if link.phase is phase]
-
-
-def _num_loaded_by_all(state: SenderState) -> int:
-    loading = [
-        link.num_loaded for link in state.links.values() if link.phase in (LinkPhase.LOADING, LinkPhase.RELEASED)
-    ]
-    return min(loading, default=0)
-
-
-def _with_link(state: SenderState, number: int, link: Link) -> SenderState:
-    return replace(state, links={**state.links, number: link})
-
-
-def _without_link(state: SenderState, number: int) -> SenderState:
-    return replace(state, links={other: link for other, link in state.links.items() if other != number})
