@@ -36,7 +36,7 @@ from ebbtide.weightsync.inprocess import InProcessTransport
 from ebbtide.weightsync.push import push
 
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
-BATCHES = (1, 8, 32, 128)
+BATCHES, QUICK_BATCHES = (1, 8, 32, 128), (1, 8)
 GENERATE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -71,10 +71,10 @@ class Turns:
 def main() -> int:
     """Measure and report."""
     run = Run("rollout", __doc__, _flags)
-    rounds, num_new = (3, 12) if run.args.quick else (7, 32)
+    rounds, num_new = (3, 12) if run.args.quick else (5, 24)
     worst: list[list[float]] = []
     worst.append(_measure(run, "quickstart", *_quickstart(), rounds=3 * rounds))
-    for batch in run.args.batches:
+    for batch in run.args.batches or (QUICK_BATCHES if run.args.quick else BATCHES):
         prefix = f"smollm2_batch{batch}"
         if not SMOLLM2.is_dir():
             for name in ("inprocess_tokens_per_s", "generate_tokens_per_s", "inprocess_first_token_s"):
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="default: %(default)s")
+    parser.add_argument("--batches", type=int, nargs="+", help=f"default: {BATCHES}")
 
 
 def _quickstart() -> tuple[Any, Work]:

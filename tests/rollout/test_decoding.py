@@ -239,3 +239,26 @@ def test_equal_histories_are_computed_once(model_type: str) -> None:
     distinct = [len({(i % 2, *together[i].token_ids[:n].tolist()) for i in together}) for n in range(1, 24)]
     assert watched.tokens == [10, *(number if 4 * number <= 48 else 16 for number in distinct)]
     assert min(distinct) < 12, "else this shows nothing"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_equal_histories_are_decoded_once_and_nothing_shows(model_type: str) -> None:
+    """Eight prompts, eight requests each, drawn so sharply that many stay equal; some rows end earlier than others."""
+    model = make(model_type)
+    prompts = [torch.arange(3, 4 + p) for p in range(8)]
+
+    def requests(prompt: Callable[[int], Tensor]) -> list[GenerateRequest]:
+        return [
+            GenerateRequest(i, prompt(i), SamplingParams(max_tokens=3 + i % 5, temperature=0.15), 7 * i)
+            for i in range(64)
+        ]
+
+    watched = Watched(model)
+    found = finish(Decoder(model, requests(lambda i: prompts[i // 8]), limits()))
+    num_tokens = sum(watched.tokens)
+    assert num_tokens < sum(len(item.token_ids) for item in found.values()), "several rows were one"
+    apart = finish(Decoder(model, requests(lambda i: prompts[i // 8].clone()), limits(max_concurrent=5)))
+    watched.close()
+    assert same(found, apart)
+    for i, item in found.items():
+        torch.testing.assert_close(item.logprobs, apart[i].logprobs, atol=1e-5, rtol=0)

@@ -77,7 +77,7 @@ class Decoder:
         self._waiting.extendleft(reversed(self._running))
         self._running, self._cache = [], None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, version: int) -> list[Completion]:
         """One token for every running request, or the first one for newcomers, drawn under weights of `version`.
 
