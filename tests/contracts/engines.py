@@ -29,7 +29,6 @@ __all__ = [
     "Mesh",
     "NestedLoss",
     "check_leaves_nothing",
-    "data_rank",
     "equal_batch",
     "held_after",
     "make_engine",
@@ -166,16 +165,9 @@ def ragged_batch(num: int, seed: int = 1) -> TrainBatch:
     return TrainBatch.pack(sequences, advantages=advantages, group_ids=[b // 3 for b in range(num)])
 
 
-def data_rank(engine: MeshEngine) -> tuple[int, int]:
-    """(place, number) of this rank among those that hold different sequences."""
-    ranks = engine._ranks
-    place = ranks.index("dp_replicate") * ranks.size("dp_shard") + ranks.index("dp_shard")
-    return place, ranks.size("dp_replicate") * ranks.size("dp_shard")
-
-
 def mine(engine: MeshEngine, batch: TrainBatch) -> TrainBatch:
     """This rank's sequences: every n-th."""
-    place, num = data_rank(engine)
+    place, num = engine.data_place
     return batch.select(list(range(place, batch.num_sequences, num)))
 
 

@@ -23,7 +23,6 @@ from tests.contracts.engines import (
     Mesh,
     NestedLoss,
     check_leaves_nothing,
-    data_rank,
     make_engine,
     mine,
     ragged_batch,
@@ -84,7 +83,7 @@ def steps(mesh: Mesh, how: EngineSetting, num_steps: int, num_sequences: int = 1
     def train(_: int) -> dict[str, Any]:
         engine = make_engine(mesh, how, **options)
         own = mine(engine, batch)
-        found: dict[str, Any] = {"place": data_rank(engine)[0], "logprobs": engine.logprobs(own), "losses": []}
+        found: dict[str, Any] = {"place": engine.data_place[0], "logprobs": engine.logprobs(own), "losses": []}
         found["norms"] = []
         for step in range(num_steps):
             outputs = engine.forward_backward(own, sft())
@@ -307,6 +306,34 @@ def test_no_garbage_is_collected(mesh: Mesh) -> None:
     assert run(mesh, train) == [0] * mesh.world
 
 
+@pytest.mark.parametrize(
+    ("mesh", "compute_dtype"),
+    [*((param.values[0], None) for param in CORE), (ONE, "bfloat16")],
+    ids=lambda value: str(value),
+)
+def test_close_gives_all_memory_back(mesh: Mesh, compute_dtype: str | None) -> None:
+    """Though nobody collects what is left of the engine's objects."""
+    batch = ragged_batch(7)
+
+    def use(_: int) -> int:
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveStorages() as live:
+                engine = make_engine(mesh, setting(compute_dtype=compute_dtype))
+                own = mine(engine, batch)
+                engine.forward_backward(own, sft())
+                engine.optim_step()
+                engine.logprobs(own)
+                del own
+                engine.close()
+            return live.current_bytes
+        finally:
+            gc.enable()
+
+    assert max(run(mesh, use)) <= 1024, "of 42 kB of weights at least; a last message may still be on its way"
+
+
 @pytest.mark.parametrize("mesh", CORE)
 def test_a_sequence_beyond_the_budget_is_an_error_on_every_rank(mesh: Mesh) -> None:
     """The rank that has it says what to do, and no other is left waiting for it."""
@@ -318,7 +345,7 @@ def test_a_sequence_beyond_the_budget_is_an_error_on_every_rank(mesh: Mesh) -> N
         engine = make_engine(mesh, setting(), max_tokens=int(batch.lengths.max()) - 1)
         with pytest.raises((DataError, EngineError)) as raised:
             engine.forward_backward(mine(engine, batch.select(order)), sft())
-        return data_rank(engine)[0], str(raised.value)
+        return engine.data_place[0], str(raised.value)
 
     for place, message in run(mesh, train):
         if place == 0:
@@ -338,7 +365,7 @@ def test_outputs_are_sealed_and_metrics_arrive(mesh: Mesh) -> None:
         live += [output.loss.requires_grad or output.logprobs.requires_grad for output in outputs]
         entropies = sum(float(output.entropy.sum()) for output in outputs if output.entropy is not None)
         assert entropies == pytest.approx(sum(float(ratio.total) for ratio in ratios), rel=1e-6)
-        return data_rank(engine)[0], live, entropies, sum(len(output.sequences) for output in outputs)
+        return engine.data_place[0], live, entropies, sum(len(output.sequences) for output in outputs)
 
     by_place = {found[0]: found[1:] for found in run(mesh, train)}
     assert not any(is_live for live, _, _ in by_place.values() for is_live in live)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ebbtide.engines.base import EngineSetting
 from ebbtide.errors import ConfigError
-from ebbtide.models.build import load_config
-from ebbtide.recipe import OptimSection
+from ebbtide.models.build import build_model, load_config
+from ebbtide.recipe import ModelSection, OptimSection
 from ebbtide.types import TrainBatch
 from tests.contracts.engines import Mesh, make_engine, mine, ragged_batch, run, setting, sft
 
@@ -78,6 +79,32 @@ def test_stored_in_float32_and_computed_with_in_bfloat16() -> None:
     engine.close()
     plain.close()
     assert not dist.is_initialized(), "the group made for one rank ends with its last engine"
+
+
+@pytest.mark.parametrize(
+    "mesh", [ONE, Mesh("fsdp", 2), Mesh("pipeline", 2, {"pp": 2}), Mesh("fsdp", 2, {"tp": 2})], ids=str
+)
+def test_a_narrow_checkpoint_is_trained_in_float32(mesh: Mesh, tmp_path: Path) -> None:
+    """Read as it is and widened shard by shard: no rank's weights or buffers differ from those widened at once."""
+    how = setting(compute_dtype="float32")
+    build_model(how.model, dtype=torch.bfloat16, seed=3).save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), dtype="float32", compute_dtype="float32")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    expected = dict(stored.named_parameters())
+
+    def fn(on: Mesh) -> tuple[bool, set[torch.dtype], float]:
+        engine = make_engine(on, replace(how, model=section))
+        weights = dict(engine.named_weights())
+        is_equal = all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+        buffers = {buffer.dtype for part in engine._parts for buffer in part.buffers() if buffer.is_floating_point()}
+        engine.forward_backward(mine(engine, ragged_batch(6)), sft())
+        return is_equal and len(weights) == len(expected), buffers, engine.optim_step().grad_norm
+
+    *_, norm = fn(ONE)
+    for is_equal, buffers, found in run(mesh, lambda _: fn(mesh)):
+        assert is_equal
+        assert buffers == {torch.float32}
+        assert found == pytest.approx(norm, rel=1e-6)
 
 
 def test_two_engines_share_the_group_of_one() -> None:

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ebbtide.device import Device
+from ebbtide.engines.base import seal
 from ebbtide.engines.mesh import Axes, Ranks
 from ebbtide.engines.sharding import WeightsInForward, fsdp_modules, gathered, num_shards, shard
 from ebbtide.memory.live import LiveStorages
@@ -69,6 +71,17 @@ def test_gathering_owns_what_it_gives_and_leaves_nothing() -> None:
         return is_equal, size, live.current_bytes
 
     assert all(is_equal and left <= 0 for is_equal, _, left in forked(fn, 2))
+
+
+def test_a_divided_tensor_is_sealed() -> None:
+    def fn(_: int) -> tuple[bool, bool, bool]:
+        ranks = Ranks(CPU, Axes(dp_shard=2), needs_mesh=True)
+        assert ranks.mesh is not None
+        live = distribute_tensor(torch.ones(4, requires_grad=True), ranks.mesh["dp_shard"], [Shard(0)]) * 2
+        sealed = seal({"a": [live]})["a"][0]
+        return isinstance(sealed, DTensor), sealed.requires_grad, live.requires_grad
+
+    assert forked(fn, 2) == [(True, False, True)] * 2
 
 
 def test_the_forward_is_watched_until_the_watch_closes() -> None:

@@ -146,6 +146,14 @@ class TrainEngine(ABC):
         """What one forward takes at most."""
         return self._config.max_tokens_per_microbatch
 
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """(this rank's place, their number) among the ranks that are to be given different sequences of a batch.
+
+        Ranks of one place, the stages of a pipeline for one, are to be given the same.
+        """
+        return 0, 1
+
     @final
     def forward_backward(self, batch: TrainBatch, loss: Loss) -> list[MicrobatchOutput]:
         """Add the gradient of the batch's loss; outputs of this rank's microbatches, sealed, in order.

@@ -23,10 +23,10 @@ from ebbtide.engines import lora as adapters
 from ebbtide.engines.base import EngineConfig, EngineSetting, OptimStats, Part, TrainEngine
 from ebbtide.engines.mesh import Axes, Ranks
 from ebbtide.engines.optim import gradient_norm, local_gradients, lr_factor, make_optimizer, scale_gradients
-from ebbtide.engines.sharding import WeightsInForward, fsdp_modules, gathered, shard
+from ebbtide.engines.sharding import WeightsInForward, fsdp_modules, gathered, release, shard
 from ebbtide.engines.tensor_parallel import parallelize
 from ebbtide.errors import ConfigError, EngineError, problem
-from ebbtide.models.build import build_model, torch_dtype
+from ebbtide.models.build import build_model, load_config, torch_dtype
 from ebbtide.models.critic import Critic, give_value_head
 from ebbtide.models.policy import Policy
 from ebbtide.models.stage import Inlet, decoder_layers, spans
@@ -77,6 +77,13 @@ class MeshEngine(TrainEngine):
         self._owner = {name: rank for rank, names in enumerate(owned) for name in names}
         self._tied_group = self._join_tied() if pp > 1 and self._parts[0].tied_name is not None else None
         self._optimizer = make_optimizer(self._parameters(), setting.optim)
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """See `TrainEngine.data_place`."""
+        shards = self._ranks.size("dp_shard")
+        place = self._ranks.index("dp_replicate") * shards + self._ranks.index("dp_shard")
+        return place, self._ranks.size("dp_replicate") * shards
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -153,8 +160,9 @@ class MeshEngine(TrainEngine):
         """See `TrainEngine.close`."""
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
+        self._optimizer.param_groups.clear()
         for part in self._parts:
-            part.to("meta")
+            release(part)
         self._ranks.close()
 
     @abstractmethod
@@ -171,32 +179,36 @@ class MeshEngine(TrainEngine):
 
     def _build(self, stage: int, num_stages: int) -> Policy:
         """One part of the model, divided and sharded."""
-        config, setting, mesh = self._mesh_config, self.setting, self._ranks.mesh
-        model = build_model(setting.model, dtype=_stored_dtype(setting), seed=setting.seed)
+        config, setting = self._mesh_config, self.setting
+        axes, stored, compute = self._ranks.axes, _stored_dtype(setting), self.compute_dtype
+        is_sharded = axes.dp_replicate * axes.dp_shard > 1 or stored != compute
+        model = build_model(setting.model, dtype=_loaded_dtype(setting) if is_sharded else stored, seed=setting.seed)
         if setting.answer == "value":
             give_value_head(model)
         if config.lora is not None:
             adapters.inject(model, config.lora, setting.seed)
             # A value head that stays at its zeros would teach the adapters nothing.
             model.get_output_embeddings().requires_grad_(setting.answer == "value")
-        self._described = {name: (item.shape, item.dtype) for name, item in model.named_parameters()}
+        self._described = {name: (item.shape, stored) for name, item in model.named_parameters()}
         span = spans(len(decoder_layers(model)), num_stages)[stage]
         kind = Critic if setting.answer == "value" else Policy
         policy = kind(model.train(), shares_prompts=config.share_prompts, span=span)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        if mesh is not None and config.tp > 1:
-            self._head_only_norms += parallelize(model, mesh["tp"])
-        axes = self._ranks.axes
-        if mesh is None or (
-            axes.dp_replicate * axes.dp_shard == 1 and _compute_dtype(setting) == _stored_dtype(setting)
-        ):
-            return policy.to(setting.device.torch)
+        if config.tp > 1:
+            assert self._ranks.mesh is not None, axes
+            self._head_only_norms += parallelize(model, self._ranks.mesh["tp"])
+        return self._shard(policy) if is_sharded else policy.to(setting.device.torch)
+
+    def _shard(self, policy: Policy) -> Policy:
+        """The policy's weights over the ranks of its stage, in the dtype that they are stored in."""
+        mesh, axes = self._ranks.mesh, self._ranks.axes
+        assert mesh is not None, axes
         over = mesh["dp_shard"] if axes.dp_replicate == 1 else mesh["dp_replicate", "dp_shard"]
         # Without shards to gather, a layer's weights are only cast: once for forward and backward is enough.
-        reshard = config.reshard_after_forward and axes.dp_shard > 1
-        shard(policy, _present_layers(model), over, _compute_dtype(setting), reshard=reshard)
-        return policy
+        reshard = self._mesh_config.reshard_after_forward and axes.dp_shard > 1
+        shard(policy, _present_layers(policy.model), over, self.compute_dtype, reshard=reshard)
+        return policy.to(_stored_dtype(self.setting))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self._parts for parameter in part.parameters()]
@@ -290,6 +302,19 @@ class MeshEngine(TrainEngine):
 
 def _stored_dtype(setting: EngineSetting) -> torch.dtype:
     return torch_dtype(setting.model.dtype)
+
+
+def _loaded_dtype(setting: EngineSetting) -> torch.dtype:
+    """What weights that are to be sharded are read in.
+
+    In a checkpoint's own dtype they are pages of its file, and each rank makes only its shard wider; made wider at
+    once, every rank of a machine would hold the whole model. Only a wider dtype leaves computed buffers as they are.
+    """
+    stored = _stored_dtype(setting)
+    if setting.model.path is None or stored != torch.float32:
+        return stored
+    dtype = load_config(setting.model).get_text_config().dtype
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else stored
 
 
 def _compute_dtype(setting: EngineSetting) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from ebbtide.numerics.logprobs import TokenStats
 
-__all__ = ["WeightsInForward", "fsdp_modules", "gathered", "num_shards", "shard"]
+__all__ = ["WeightsInForward", "fsdp_modules", "gathered", "num_shards", "release", "shard"]
 
 # FSDP2 finds the tensors in a module's result through pytrees, and hangs its backward on them.
 _pytree.register_pytree_node(
@@ -51,6 +51,14 @@ def shard(policy: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, compute:
 def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
     """The modules whose weights are sharded together."""
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+def release(policy: nn.Module) -> None:
+    """Give the memory of all weights back, whoever still holds the module; nothing can be computed with it any more."""
+    shards = [weight.to_local() for weight in policy.parameters() if isinstance(weight, DTensor)]
+    policy.to("meta")
+    for part in shards:  # FSDP2 keeps its shards where a module has moved to the meta device
+        part.untyped_storage().resize_(0)
 
 
 def num_shards(weight: Tensor) -> int:
