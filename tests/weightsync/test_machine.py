@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from msgspec import structs
+from msgspec.structs import replace
 
 from ebbtide.weightsync.machine import (
     Link,
@@ -111,7 +111,7 @@ class World:
                 case Send(link, frame, hands_over):
                     wire = self.wires[link]
                     if hands_over:  # the handle stands for the generation here
-                        frame = structs.replace(frame, buffer=MemfdHandle(self.sender.generation))
+                        frame = replace(frame, buffer=MemfdHandle(self.sender.generation))
                     if wire.sender_holds and wire.receiver_holds:
                         wire.to_receiver.append(frame)
                 case Drop(link):

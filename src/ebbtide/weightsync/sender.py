@@ -51,8 +51,9 @@ from ebbtide.weightsync.worker import Wake, Worker, describe
 
 __all__ = ["HOST_BUCKET_BYTES", "SenderOptions", "SocketSender"]
 
-HOST_BUCKET_BYTES = 4 << 20
-"""For host memory: two halves that stay in the last-level cache beat larger ones, see benchmarks/weightsync.py."""
+HOST_BUCKET_BYTES = 8 << 20
+"""For host memory. Halves that stay in the last-level cache are fastest on quiet cores, larger ones where other
+processes share them; this size is never far from the best, see benchmarks/weightsync.py."""
 
 _LOG = logging.getLogger("ebbtide.weightsync")
 _MAX_READ = 64  # frames of one peer in a row

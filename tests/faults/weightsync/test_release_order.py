@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import ebbtide.weightsync.receiver as receiver_module
 from ebbtide.weightsync import CudaIpcTransport, NamedTensor, SenderOptions, SocketReceiver

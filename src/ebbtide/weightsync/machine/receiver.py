@@ -1,9 +1,11 @@
 """The receiver's machine: what it acknowledges it has let go of, and torn weights stay torn until a complete push."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
 
 from ebbtide.weightsync.digests import chain
 from ebbtide.weightsync.machine.events import (
@@ -62,8 +64,7 @@ class ReceiverPhase(Enum):
     QUITTING = auto()  # the shell closes the mapping as its own side asked
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverState:
+class ReceiverState(msgspec.Struct, frozen=True):
     """The receiver.
 
     Attributes:

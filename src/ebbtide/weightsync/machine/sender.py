@@ -1,9 +1,10 @@
 """The sender's machine: one push to all receivers; no half-buffer is reused or freed while anyone reads it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from hmac import compare_digest
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from ebbtide.weightsync.digests import chain
 from ebbtide.weightsync.machine.events import (

@@ -1,8 +1,10 @@
 """What the sender knows of a push and of its receivers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+
+import msgspec
+from msgspec.structs import replace
 
 __all__ = ["NUM_HALVES", "Link", "LinkPhase", "SenderPhase", "SenderState"]
 
@@ -21,8 +23,7 @@ class LinkPhase(Enum):
     LEAVING = auto()  # told of a failure or of the end; it may have a buffer mapped until its link is gone
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """One receiver.
 
     Attributes:
@@ -51,9 +52,10 @@ class SenderPhase(Enum):
     CLOSING = auto()  # the version counts; the buffer is being given back
 
 
-@dataclass(frozen=True, slots=True)
-class SenderState:
+class SenderState(msgspec.Struct, frozen=True):
     """The sender.
+
+    A struct, like the frames, because a bucket takes several new states and theirs are cheap.
 
     Attributes:
         run: names the run; a receiver of another is not let in.
@@ -78,7 +80,7 @@ class SenderState:
     pid: int = 0
     phase: SenderPhase = SenderPhase.IDLE
     version: int = -1
-    links: Mapping[int, Link] = field(default_factory=dict)
+    links: Mapping[int, Link] = {}
     generation: int = 0
     has_buffer: bool = False
     num_sent: int = 0
