@@ -44,7 +44,7 @@ _NUM_READINGS = 5
 _PAUSE_S = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mesh:
     """An engine over some ranks.
 
@@ -243,7 +243,8 @@ def check_leaves_nothing(
     is_adapted = "lora" in options
 
     def held(_: int) -> list[Held]:
-        how = setting(num_layers=4 if mesh.is_deep else 2, compute_dtype=compute_dtype)
+        num_stages = int(mesh.options.get("pp", 1)) * int(mesh.options.get("stages_per_rank", 1))
+        how = setting(num_layers=num_stages, compute_dtype=compute_dtype)
         engine = make_engine(mesh, how, share_prompts=False, **options)
         if is_adapted:
             for part in engine._parts:

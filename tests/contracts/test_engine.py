@@ -34,8 +34,10 @@ from tests.contracts.engines import (
 _EVERY = [mesh for meshes in MESHES.values() for mesh in meshes]
 
 
-def _params(meshes: list[Mesh]) -> list[ParameterSet]:
-    return [pytest.param(mesh, marks=[] if mesh.is_core else [pytest.mark.slow], id=str(mesh)) for mesh in meshes]
+def _params(meshes: list[Mesh], *, slow: str = "") -> list[ParameterSet]:
+    """slow: an option whose meshes are left to the slow tests as well."""
+    is_slow = {mesh: not mesh.is_core or slow in mesh.options for mesh in meshes}
+    return [pytest.param(mesh, marks=[pytest.mark.slow] * is_slow[mesh], id=str(mesh)) for mesh in meshes]
 
 
 ALL = _params(_EVERY)
@@ -52,7 +54,7 @@ def test_every_engine_has_meshes() -> None:
     assert set(plugins.names("engines")) == set(MESHES)
 
 
-@pytest.mark.parametrize("mesh", ALL)
+@pytest.mark.parametrize("mesh", _params(_EVERY, slow="tp"))
 def test_nothing_of_a_microbatch_stays(mesh: Mesh) -> None:
     check_leaves_nothing(mesh)
 
@@ -67,8 +69,8 @@ def test_nothing_stays_with_activation_checkpointing(mesh: Mesh, compute_dtype: 
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(ONE, id="fsdp-1"),
         pytest.param(Mesh("pipeline", 2, {"pp": 2}), id="pipeline-2"),
+        pytest.param(ONE, id="fsdp-1", marks=pytest.mark.slow),
         pytest.param(Mesh("fsdp", 2), id="fsdp-2", marks=pytest.mark.slow),
     ],
 )
@@ -308,7 +310,7 @@ def test_no_garbage_is_collected(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "compute_dtype"),
-    [*((param.values[0], None) for param in CORE), (ONE, "bfloat16")],
+    [(ONE, None), (ONE, "bfloat16"), (Mesh("fsdp", 2), None), (Mesh("pipeline", 2, {"pp": 2}), None)],
     ids=lambda value: str(value),
 )
 def test_close_gives_all_memory_back(mesh: Mesh, compute_dtype: str | None) -> None:
