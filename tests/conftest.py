@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when transformers is imported
+# Read once, when the libraries are imported: no hub, and nobody tells its makers that it was used.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "WANDB_ERROR_REPORTING": "false",
+}
 
 from ebbtide import env
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def forked(
                     process.start()
                 writer.close()
                 ranks.append((process, reader))
-            return _collect([reader for _, reader in ranks], timeout_s)
+            return _collect(ranks, timeout_s)
         finally:
             _end(ranks)
 
@@ -102,26 +102,36 @@ def _run_rank(
     os._exit(0)
 
 
-def _collect(readers: list[Connection], timeout_s: float) -> list[T]:
-    results: dict[int, T] = {}
+def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
-    while len(results) < len(readers):
-        waiting = [reader for rank, reader in enumerate(readers) if rank not in results]
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+    while len(results) < len(ranks):
+        waiting = {reader: rank for rank, (_, reader) in enumerate(ranks) if rank not in results}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = [rank for rank in range(len(readers)) if rank not in results]
-            raise RankFailedError(f"ranks {late} of {len(readers)} have not finished after {timeout_s:g} s")
+            late = sorted(waiting.values())
+            raise RankFailedError(f"ranks {late} of {len(ranks)} have not finished after {timeout_s:g} s")
         for reader in ready:
             assert isinstance(reader, Connection), reader
-            rank = readers.index(reader)
+            rank = waiting[reader]
             try:
                 succeeded, value = pickle.loads(reader.recv_bytes())
             except EOFError:
-                raise RankFailedError(f"rank {rank} of {len(readers)} died without a result") from None
+                raise RankFailedError(f"rank {rank} of {len(ranks)} died {_how(ranks[rank][0])}") from None
             if not succeeded:
-                raise RankFailedError(f"rank {rank} of {len(readers)} raised\n{value}")
+                raise RankFailedError(f"rank {rank} of {len(ranks)} raised\n{value}")
             results[rank] = value
-    return [results[rank] for rank in range(len(readers))]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _how(process: BaseProcess) -> str:
+    """Its pipe is closed, so it is dead or about to be; it is looked at without being reaped."""
+    assert process.pid is not None, process
+    status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert status is not None, process
+    if status.si_code == os.CLD_EXITED:
+        return f"without a result, with exit code {status.si_status}"
+    return f"by {signal.Signals(status.si_status).name}; its last words are in the captured output"
 
 
 def _end(ranks: list[tuple[BaseProcess, Connection]]) -> None:

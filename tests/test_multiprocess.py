@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,8 +41,10 @@ def test_an_error_carries_rank_and_traceback_and_ends_the_others() -> None:
 
 
 def test_a_dead_rank_is_seen() -> None:
-    with pytest.raises(RankFailedError, match="rank 0 of 1 died without a result"):
+    with pytest.raises(RankFailedError, match="rank 0 of 1 died without a result, with exit code 3"):
         forked(lambda rank: os._exit(3), 1)
+    with pytest.raises(RankFailedError, match="rank 1 of 2 died by SIGKILL"):
+        forked(lambda rank: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60), 2, backend=None)
 
 
 def test_a_deadline_ends_ranks_and_what_they_started(tmp_path: Path) -> None:
