@@ -24,8 +24,8 @@ from ebbtide.algorithms.sft import SFT
 from ebbtide.models.build import load_config
 from ebbtide.types import TrainBatch
 
-VOCAB, HIDDEN, LAYERS, LENGTH = 8192, 256, 6, 128
-PER_MICROBATCH, NUM_MICROBATCHES = 4, 4
+VOCAB, HIDDEN, LAYERS, LENGTH = 4096, 192, 4, 96
+PER_MICROBATCH, NUM_MICROBATCHES = 4, 3
 NUM_TOKENS = PER_MICROBATCH * NUM_MICROBATCHES * LENGTH
 HOW = setting(HIDDEN, LAYERS, VOCAB, LENGTH)
 
