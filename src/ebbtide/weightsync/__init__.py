@@ -6,6 +6,7 @@ rollout's workers, each of which makes a `SocketReceiver`. In one process `InPro
 
 from ebbtide.weightsync.base import (
     DEFAULT_DEADLINE_S,
+    Addressed,
     Load,
     NamedTensor,
     PushReport,
@@ -28,6 +29,7 @@ __all__ = [
     "DEVICE_BUCKET_BYTES",
     "HOST_BUCKET_BYTES",
     "Adapter",
+    "Addressed",
     "CopyInto",
     "CudaIpcTransport",
     "InProcessTransport",

@@ -8,12 +8,13 @@ silent beyond the deadline ends both calls with `WeightSyncError`.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 __all__ = [
     "DEFAULT_DEADLINE_S",
+    "Addressed",
     "Load",
     "NamedTensor",
     "PushReport",
@@ -79,3 +80,13 @@ class WeightReceiver(Protocol):
 
 class WeightTransport(WeightSender, WeightReceiver, Protocol):
     """Both halves in one object, where both live in one process."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """A transport that receivers in other processes can reach; a rollout hands the address to its workers."""
+
+    @property
+    def address(self) -> str:
+        """For `SocketReceiver`."""
+        ...
