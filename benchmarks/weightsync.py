@@ -186,8 +186,10 @@ def compare(run: Run, name: str, shapes: dict[str, tuple[int, ...]], buckets_mib
             seconds.setdefault(f"{size}mib", []).append(pair.push()[0])
         for size, peer in peers.items():
             seconds.setdefault(f"verl_{size}mib", []).append(peer.seconds())
-    for stoppable in (*pairs.values(), *peers.values()):
-        stoppable.stop()
+    for pair in pairs.values():
+        pair.stop()
+    for peer in peers.values():
+        peer.stop()
     for key, values in seconds.items():
         run.figure(f"gb_per_s_{name}_{key}", [num_bytes / value / 1e9 for value in values])
     ours = seconds[f"{default_mib}mib"]

@@ -119,18 +119,15 @@ class SocketReceiver:
             WeightSyncError: the sender failed, died, was silent beyond the deadline or brings another version, or
                 `load` raised or kept a view. `holds` tells whether the weights are torn.
         """
-        self._refuse_if_closed(version)
+        self._refuse(version)
+        self._wake.clear()
         call = partial(self.receive_blocking, load, version, load_adapter)
         await self._worker.run(call, self.cancel)
 
     def receive_blocking(self, load: Load, version: int, load_adapter: LoadAdapter | None = None) -> None:
         """`receive` for a plain loop; `load` runs in the calling thread."""
         rank = self._state.rank
-        self._refuse_if_closed(version)
-        if self._push is not None:
-            rule = "another push is under way"
-            raise WeightSyncError(problem(f"receiver[{rank}].version", version, rule, "Await it first"))
-        self._wake.clear()
+        self._refuse(version)
         self._stranded = [pair for pair in self._stranded if not _let_go(*pair)]
         self._connect()
         push = self._push = _Push(version, load, load_adapter)
@@ -143,6 +140,7 @@ class SocketReceiver:
                 self._tell(Broke("cancelled", "the receiver was interrupted"))
             raise
         finally:
+            self._wake.clear()
             self._push = None
         if push.failure is not None:
             raise WeightSyncError(problem(f"receiver[{rank}].version", version, push.failure)) from push.cause
@@ -170,10 +168,12 @@ class SocketReceiver:
         self._wake.close()
         self._worker.close()
 
-    def _refuse_if_closed(self, version: int) -> None:
+    def _refuse(self, version: int) -> None:
+        where = f"receiver[{self._state.rank}].version"
         if self._is_closed:
-            rule = "this receiver is closed"
-            raise WeightSyncError(problem(f"receiver[{self._state.rank}].version", version, rule, "Make a new one"))
+            raise WeightSyncError(problem(where, version, "this receiver is closed", "Make a new one"))
+        if self._push is not None:
+            raise WeightSyncError(problem(where, version, "another push is under way", "Await it first"))
 
     def _connect(self) -> None:
         """Have a connection that no news of a broken push waits on."""

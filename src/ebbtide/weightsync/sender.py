@@ -165,20 +165,19 @@ class SocketSender:
             WeightSyncError: a receiver failed, died, was silent beyond the deadline or wants another version, or
                 `weights` raised. Receivers whose weights are torn know it; the next push starts anew.
         """
-        self._refuse_if_closed(version)
+        self._refuse(version)
+        self._wake.clear()
         return await self._worker.run(partial(self.send_blocking, weights, version), self.cancel)
 
     async def send_adapter(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter) -> PushReport:
         """Push a LoRA adapter's weights alone, to receivers that have complete base weights."""
-        self._refuse_if_closed(version)
+        self._refuse(version)
+        self._wake.clear()
         return await self._worker.run(partial(self.send_blocking, weights, version, adapter), self.cancel)
 
     def send_blocking(self, weights: Iterable[NamedTensor], version: int, adapter: Adapter | None = None) -> PushReport:
         """`send`, or `send_adapter` where an adapter is given, for a plain loop."""
-        self._refuse_if_closed(version)
-        if self._push is not None:
-            raise WeightSyncError(problem("push.version", version, "another push is under way", "Await it first"))
-        self._wake.clear()
+        self._refuse(version)
         push = self._push = _Push(version, weights, adapter, time.monotonic())
         try:
             self._tell(Start(version))
@@ -196,6 +195,7 @@ class SocketSender:
                 push.filler.close()
             if push.failure is not None and self._changes is not None:
                 self._changes.abort()
+            self._wake.clear()
             self._push = None
 
     def cancel(self) -> None:
@@ -230,9 +230,11 @@ class SocketSender:
         self._wake.close()
         self._worker.close()
 
-    def _refuse_if_closed(self, version: int) -> None:
+    def _refuse(self, version: int) -> None:
         if self._is_closed:
             raise WeightSyncError(problem("push.version", version, "this sender is closed", "Make a new one"))
+        if self._push is not None:
+            raise WeightSyncError(problem("push.version", version, "another push is under way", "Await it first"))
 
     def _report(self, push: _Push) -> PushReport:
         if push.failure is not None:
@@ -242,22 +244,16 @@ class SocketSender:
         assert push.filler is not None
         if self._changes is not None and push.adapter is None:
             self._changes.commit(push.version)
-        seconds = time.monotonic() - push.start
-        kind: Literal["full", "delta", "adapter"] = push.plan.kind
-        _LOG.info(
-            "sent version %d: %s, %d bytes in %d tensors, %.3f s, digest %s",
-            *(
-                push.version,
-                kind,
-                push.filler.num_bytes,
-                push.filler.num_tensors,
-                seconds,
-                hex_digest(self._state.digest),
-            ),
+        report = PushReport(
+            version=push.version,
+            num_bytes=push.filler.num_bytes,
+            num_tensors=push.filler.num_tensors,
+            seconds=time.monotonic() - push.start,
+            kind=push.plan.kind,
+            digest=self._state.digest,
         )
-        return PushReport(
-            push.version, push.filler.num_bytes, push.filler.num_tensors, seconds, kind, self._state.digest
-        )
+        _LOG.info("sent %s, digest %s", report, hex_digest(report.digest))
+        return report
 
     # From the machine to the world.
 

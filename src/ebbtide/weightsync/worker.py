@@ -56,11 +56,12 @@ class Worker:
             cancel: called from the event loop's thread.
         """
         on_device = partial(_on_device, accelerator.current_index(), call)
-        future = asyncio.get_running_loop().run_in_executor(self._executor, on_device)
+        job = self._executor.submit(on_device)
+        future = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            if not future.cancelled():
+            if not job.cancel():  # it has begun
                 cancel()
                 await asyncio.wait([future])
                 future.exception()  # the caller hears of its cancellation, not of what came of it
