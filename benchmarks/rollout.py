@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from _record import ROOT, Run
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from ebbtide.config import load
 from ebbtide.device import Device
@@ -71,6 +72,7 @@ class Turns:
 def main() -> int:
     """Measure and report."""
     run = Run("rollout", __doc__, _flags)
+    disable_progress_bar()
     rounds, num_new = (3, 12) if run.args.quick else (5, 24)
     worst: list[list[float]] = []
     worst.append(_measure(run, "quickstart", *_quickstart(), rounds=3 * rounds))
