@@ -253,7 +253,7 @@ def with_digest(run: Run, rounds: int) -> None:
 def keep_others_off() -> None:
     """Schedule this process and its children before all others, where this user may.
 
-    A push takes two cores, the memcpy that it is held against one: on a busy machine their ratio would tell of the load.
+    A push takes two cores, the memcpy it is held against one: on a busy machine their ratio would tell of the load.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
