@@ -26,7 +26,7 @@ from ebbtide.engines.optim import gradient_norm, local_gradients, lr_factor, mak
 from ebbtide.engines.sharding import WeightsInForward, fsdp_modules, gathered, release, shard
 from ebbtide.engines.tensor_parallel import parallelize
 from ebbtide.errors import ConfigError, EngineError, problem
-from ebbtide.models.build import build_model, load_config, torch_dtype
+from ebbtide.models.build import build_model, load_config, stored_buffers, torch_dtype
 from ebbtide.models.critic import Critic, give_value_head
 from ebbtide.models.policy import Policy
 from ebbtide.models.stage import Inlet, decoder_layers, spans
@@ -73,7 +73,7 @@ class MeshEngine(TrainEngine):
         except BaseException:
             self._ranks.close()
             raise
-        owned = self._ranks.gather([name for name, _ in self._own_weights()], "pp")
+        owned = self._ranks.gather([*dict(self._own_weights()), *self._own_buffers()], "pp")
         self._owner = {name: rank for rank, names in enumerate(owned) for name in names}
         self._tied_group = self._join_tied() if pp > 1 and self._parts[0].tied_name is not None else None
         self._optimizer = make_optimizer(self._parameters(), setting.optim)
@@ -190,6 +190,7 @@ class MeshEngine(TrainEngine):
             # A value head that stays at its zeros would teach the adapters nothing.
             model.get_output_embeddings().requires_grad_(setting.answer == "value")
         self._described = {name: (item.shape, stored) for name, item in model.named_parameters()}
+        self._described |= {name: (item.shape, item.dtype) for name, item in stored_buffers(model).items()}
         span = spans(len(decoder_layers(model)), num_stages)[stage]
         kind = Critic if setting.answer == "value" else Policy
         policy = kind(model.train(), shares_prompts=config.share_prompts, span=span)
@@ -219,6 +220,10 @@ class MeshEngine(TrainEngine):
         for part in self._parts:
             yield from ((name, item) for name, item in part.model.named_parameters() if id(item) not in copies)
 
+    def _own_buffers(self) -> dict[str, Tensor]:
+        """What this rank's part of a checkpoint holds beside weights, such as the corrections of a router."""
+        return {name: item for part in self._parts for name, item in stored_buffers(part.model).items()}
+
     def _tied_copy(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The head of a last stage whose embedding, the same weight, is on the first; under the embedding's name."""
         for part in self._parts:
@@ -247,7 +252,8 @@ class MeshEngine(TrainEngine):
 
     def _export(self, names: list[tuple[str, str]]) -> Iterator[NamedTensor]:
         """(new name, own name) of each: one at a time, whole, on every rank."""
-        own, place = dict(self._own_weights()), self._ranks.index("pp")
+        own: dict[str, Tensor] = {**dict(self._own_weights()), **self._own_buffers()}
+        place = self._ranks.index("pp")
         for new, name in names:
             shape, dtype = self._described[name]
             if self._owner[name] == place:
@@ -257,7 +263,7 @@ class MeshEngine(TrainEngine):
             yield new, self._ranks.share(tensor, "pp", self._owner[name])
 
     @torch.no_grad()
-    def _whole(self, own: dict[str, nn.Parameter], name: str) -> Tensor:
+    def _whole(self, own: dict[str, Tensor], name: str) -> Tensor:
         """A weight gathered, with the adapter that it may have."""
         device = self.setting.device.torch
         weight = gathered(own[name], device)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -20,7 +20,7 @@ from ebbtide.models.support import PROVEN, context_tokens, probe, refuse_unpacka
 from ebbtide.models.tokenizer import EOS, PAD, SPECIAL, character_tokenizer
 from ebbtide.recipe import ModelSection
 
-__all__ = ["build_model", "build_shell", "eos_ids", "load_config", "load_tokenizer", "torch_dtype"]
+__all__ = ["build_model", "build_shell", "eos_ids", "load_config", "load_tokenizer", "stored_buffers", "torch_dtype"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -232,3 +232,13 @@ def _config_from_fields(fields: dict[str, Any], vocab_size: int) -> Any:
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(problem("model.architecture", fields, f"transformers refuses it: {reason}")) from error
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint holds; most models have none, as theirs are computed."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): item
+        for prefix, module in model.named_modules()
+        for name, item in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
