@@ -6,7 +6,7 @@
 import os
 from pathlib import Path
 
-__all__ = ["is_ci", "is_hub_offline", "prepare", "runs_dir"]
+__all__ = ["is_hub_offline", "prepare", "runs_dir"]
 
 
 def prepare() -> None:
@@ -22,11 +22,6 @@ def prepare() -> None:
 def is_hub_offline() -> bool:
     """Whether the user has forbidden model hubs (`HF_HUB_OFFLINE`)."""
     return os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
-
-
-def is_ci() -> bool:
-    """Whether this runs under continuous integration (`CI=true`)."""
-    return os.environ.get("CI", "").lower() in ("1", "true", "yes")
 
 
 def runs_dir() -> Path:

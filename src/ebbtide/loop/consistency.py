@@ -44,17 +44,18 @@ def check_agreement(batch: TrainBatch, engine: TrainEngine, state: RolloutState,
     Raises:
         ConsistencyError: beyond the bound; the message gives the likeliest causes.
     """
-    found = compare(engine.logprobs(batch), batch.rollout_logprobs, batch.loss_mask)
+    engine_T = engine.logprobs(batch)
+    found = compare(engine_T, batch.rollout_logprobs, batch.loss_mask)
     dtype = recipe.model.compute_dtype or recipe.model.dtype
     bound = recipe.consistency.max_mean_abs_diff or _BOUNDS[dtype]
     if found.mean_abs_nats <= bound:
         return found
     rule = f"rollout and engine disagree by more than {bound} nats a token on the first batch"
-    causes = "; ".join(_causes(batch, engine, state, recipe, bound))
+    causes = "; ".join(_causes(batch, engine_T, state, recipe, bound))
     raise ConsistencyError(problem("consistency.mean_abs_nats", found.mean_abs_nats, rule, f"Likely causes: {causes}"))
 
 
-def _causes(batch: TrainBatch, engine: TrainEngine, state: RolloutState, recipe: Recipe, bound: float) -> list[str]:
+def _causes(batch: TrainBatch, engine_T: Tensor, state: RolloutState, recipe: Recipe, bound: float) -> list[str]:
     causes = []
     sampling, mask_T = recipe.sampling, batch.loss_mask
     is_cut = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
@@ -63,7 +64,7 @@ def _causes(batch: TrainBatch, engine: TrainEngine, state: RolloutState, recipe:
         causes.append(
             f"{cuts} cuts the distribution that is sampled, while the loss is over the whole one: switch it off"
         )
-    slope = _slope(engine.logprobs(batch)[mask_T], batch.rollout_logprobs[mask_T])
+    slope = _slope(engine_T[mask_T], batch.rollout_logprobs[mask_T])
     if abs(slope - 1) > 0.05 and not cuts:
         spread = f"the rollout's log-probs vary {slope:.2f} times as much as the engine's"
         causes.append(f"temperature: {spread} at sampling.temperature={sampling.temperature}")
